@@ -1,0 +1,127 @@
+"""State of a run: what a checkpoint holds, and the train state that most systems put in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Params = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """Everything a resume needs.
+
+    Attributes:
+      device: any pytree of arrays and typed keys.
+      host: dict that JSON can hold exactly (dict with string keys, list, str, int, float, bool, None): data positions,
+        controllers, counters.
+    """
+
+    device: Any
+    host: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """Device state of a system that trains one network.
+
+    Attributes:
+      step: [] int32, optimizer steps taken.
+      params: trainable parameters, nested dict of arrays.
+      frozen: parameters that never change (base weights under LoRA), nested dict; saved once per run folder.
+      opt_state: optax state for ``params``.
+      key: [] typed key; the randomness of a step is a function of it and of ``step``.
+    """
+
+    step: jax.Array
+    params: Params
+    frozen: Params
+    opt_state: Any
+    key: jax.Array
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)
+
+    @classmethod
+    def create(cls, params: Params, optimizer: Any, key: jax.Array, frozen: Params | None = None) -> TrainState:
+        """State before the first step; ``optimizer`` is an optax transformation."""
+        return cls(jnp.zeros((), jnp.int32), params, {} if frozen is None else frozen, optimizer.init(params), key)
+
+
+def partition(params: Params, predicate: Callable[[str, Any], bool]) -> tuple[Params, Params]:
+    """Split a nested dict of parameters in two.
+
+    Args:
+      params: nested dict of arrays.
+      predicate: ``(path, leaf) -> bool`` with paths such as ``'layers/0/attn/q/lora_a'``; True means trainable.
+
+    Returns:
+      ``(trainable, frozen)``: nested dicts that hold only their own leaves; empty branches are left out.
+    """
+
+    def walk(tree: Params, prefix: str) -> tuple[Params, Params]:
+        trainable: Params = {}
+        frozen: Params = {}
+        for name, value in tree.items():
+            path = f"{prefix}/{name}" if prefix else str(name)
+            if isinstance(value, Mapping):
+                inner_trainable, inner_frozen = walk(value, path)
+                if inner_trainable:
+                    trainable[name] = inner_trainable
+                if inner_frozen:
+                    frozen[name] = inner_frozen
+            else:
+                (trainable if predicate(path, value) else frozen)[name] = value
+        return trainable, frozen
+
+    return walk(params, "")
+
+
+def combine(trainable: Params, frozen: Params) -> Params:
+    """Inverse of ``partition``: one nested dict with the leaves of both.
+
+    Raises:
+      ValueError: both hold a leaf at one path.
+    """
+
+    def merge(a: Params, b: Params, prefix: str) -> Params:
+        merged = dict(a)
+        for name, value in b.items():
+            path = f"{prefix}/{name}" if prefix else str(name)
+            if name not in merged:
+                merged[name] = value
+            elif isinstance(merged[name], Mapping) and isinstance(value, Mapping):
+                merged[name] = merge(merged[name], value, path)
+            else:
+                raise ValueError(f"parameter {path} is in both trees; partition must give it to one of them")
+        return merged
+
+    return merge(trainable, frozen, "")
+
+
+def count_parameters(tree: Any) -> int:
+    """Number of array elements in a pytree (abstract or real)."""
+    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(tree))
+
+
+def canonical(tree: Any) -> Any:
+    """The tree with every leaf a strongly typed ``jax.Array``, as a restored tree has it.
+
+    A weakly typed leaf would make the first steps of a fresh run promote and compile differently from a resumed one.
+    """
+
+    def leaf(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and (not x.weak_type or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)):
+            return x
+        x = jnp.asarray(x)
+        return jax.lax.convert_element_type(x, x.dtype)
+
+    return jax.tree.map(leaf, tree)
