@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -46,6 +47,119 @@ def check(name: str, limit_s: float) -> Callable[[Callable[[bool], Rows]], Calla
         return function
 
     return register
+
+
+# --- measuring ----------------------------------------------------------------------------------------------------
+
+#: Dense bf16 matmul peak, TFLOP/s, by a piece of the device's name (vendors' data sheets).
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "v5 lite": 197, "v5p": 459, "v6 lite": 918, "v4": 275}
+
+
+def peak_tflops() -> float | None:
+    """Data-sheet peak of the first device, None where it is not in the table (a CPU, for example)."""
+    import jax
+
+    kind = jax.devices()[0].device_kind
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in kind), None)
+
+
+def peak_memory() -> str:
+    """Most device memory in use so far in this process."""
+    import jax
+
+    stats = jax.devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return "not reported by this device" if peak is None else f"{peak / 2**30:.2f} GiB"
+
+
+def median_seconds(function: Callable[[], object], repeats: int) -> float:
+    """Median wall time of ``function``, which returns arrays to wait for; it must have been compiled before."""
+    import jax
+
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(function())
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+# --- checks -------------------------------------------------------------------------------------------------------
+
+
+@check("device", limit_s=60)
+def device(tiny: bool) -> Rows:
+    """Names the device and measures a large bf16 matmul, the ceiling for every MFU below."""
+    import jax
+    import jax.numpy as jnp
+
+    size = 256 if tiny else 8192
+    a, b = (jax.random.normal(jax.random.key(seed), (size, size), jnp.bfloat16) for seed in (0, 1))
+    product = jax.jit(jnp.matmul)
+    jax.block_until_ready(product(a, b))
+    tflops = 2 * size**3 / median_seconds(lambda: product(a, b), 10) / 1e12
+    first = jax.devices()[0]
+    return [
+        (
+            "device",
+            f"{first.device_kind} ({first.platform}), jax {jax.__version__}, Python {sys.version.split()[0]}",
+        ),
+        ("data-sheet bf16 peak", f"{peak_tflops() or 'unknown'} TFLOP/s"),
+        (f"bf16 matmul {size} x {size} x {size}", f"{tflops:.3g} TFLOP/s"),
+    ]
+
+
+@check("log-probs", limit_s=90)
+def log_probs(tiny: bool) -> Rows:
+    """Chunked token log-probs against the dense ones: values, gradient, time and memory of one over the other."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl.ops.logprobs import token_logprobs
+
+    rows, columns, width, vocabulary = (4, 16, 32, 128) if tiny else (8, 512, 896, 151_936)
+    keys = jax.random.split(jax.random.key(0), 3)
+    hidden = jax.random.normal(keys[0], (rows, columns, width), jnp.bfloat16)
+    head = 0.02 * jax.random.normal(keys[1], (vocabulary, width), jnp.bfloat16)
+    targets = jax.random.randint(keys[2], (rows, columns), 0, vocabulary)
+    mask = (jnp.arange(columns) >= columns // 2) * jnp.ones((rows, 1), jnp.int32)
+
+    def chunked(hidden: jax.Array) -> jax.Array:
+        return token_logprobs(hidden, head, targets, mask)[0]
+
+    def dense(hidden: jax.Array) -> jax.Array:
+        logits = jnp.einsum("nsd,vd->nsv", hidden, head, preferred_element_type=jnp.float32)
+        return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)[..., 0] * mask
+
+    measured = {}
+    for name, function in (("chunked", chunked), ("dense", dense)):
+        value_and_grad = jax.jit(jax.value_and_grad(lambda h, function=function: function(h).sum()))
+        compiled = value_and_grad.lower(hidden).compile()
+        values = jax.jit(function)(hidden)
+        jax.block_until_ready(compiled(hidden))
+        seconds = median_seconds(lambda compiled=compiled: compiled(hidden), 5)
+        temporary = compiled.memory_analysis().temp_size_in_bytes / 2**20
+        measured[name] = values, compiled(hidden)[1], seconds, temporary
+    gap = float(jnp.abs(measured["chunked"][0] - measured["dense"][0]).max())
+    grads = [measured[name][1].astype(jnp.float32) for name in ("chunked", "dense")]
+    grad_gap = float(jnp.linalg.norm(grads[0] - grads[1]) / jnp.linalg.norm(grads[1]))
+    if gap > 1e-3 or grad_gap > 2e-2:
+        raise AssertionError(
+            f"chunked log-probs differ from dense ones: value {gap:.1e}, gradient {grad_gap:.1e}"
+        )
+    return [
+        (f"[{rows}, {columns}] tokens, half masked, vocabulary {vocabulary}", "forward and backward"),
+        (
+            "chunked",
+            f"{measured['chunked'][2] * 1e3:.2f} ms, {measured['chunked'][3]:.0f} MiB of temporaries",
+        ),
+        ("dense", f"{measured['dense'][2] * 1e3:.2f} ms, {measured['dense'][3]:.0f} MiB of temporaries"),
+        ("largest value difference", f"{gap:.1e}"),
+        ("relative gradient difference", f"{grad_gap:.1e}"),
+    ]
+
+
+# --- running ------------------------------------------------------------------------------------------------------
 
 
 def run_all(names: list[str], tiny: bool, budget_s: float) -> tuple[str, int]:
