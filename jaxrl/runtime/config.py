@@ -1,8 +1,9 @@
 """Configuration: ``ml_collections.ConfigDict`` (or a plain dict) to nested frozen dataclasses, and back.
 
-A configuration class is a frozen dataclass. Its fields may be ``int``, ``float``, ``bool``, ``str``, ``Literal``,
-``tuple``, ``dict``, another configuration class, and any ``|`` of these. A ``validate()`` method, if there is one,
-is called after construction and raises ``ConfigError`` for values that cannot work together.
+A configuration class is a frozen dataclass. Its fields may be ``int``, ``float``, ``bool``, ``str``,
+``Literal``, ``tuple``, ``dict``, another configuration class, and any ``|`` of these. A ``validate()``
+method, if there is one, is called after construction and raises ``ConfigError`` for values that cannot work
+together.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import inspect
 import json
 import numbers
 import os
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -28,7 +31,8 @@ def field(default: Any = dataclasses.MISSING, doc: str = "") -> Any:
     """Declare a configuration field together with its documentation.
 
     Args:
-      default: the default value; leave out for a required field. Lists and dicts are copied for each instance.
+      default: the default value; leave out for a required field. Lists and dicts are copied for each
+        instance.
       doc: one sentence (with units) shown in the generated documentation and by ``describe``.
     """
     if isinstance(default, (list, dict)):
@@ -47,14 +51,17 @@ def from_config_dict(cls: type[T], config: Any, prefix: str = "config") -> T:
       prefix: dotted name of ``config`` used in messages.
 
     Raises:
-      ConfigError: an unknown key, a missing required key, a value of a wrong type, or a failed ``validate()``.
-        The message gives the full dotted name and, for an unknown key, the nearest known names.
+      ConfigError: an unknown key, a missing required key, a value of a wrong type, or a failed
+        ``validate()``. The message gives the full dotted name and, for an unknown key, the nearest known
+        names.
     """
     return _build(cls, to_plain(config), prefix)
 
 
 def to_plain(config: Any) -> Any:
-    """``ConfigDict`` to dict, recursively; field references are resolved. Other values are returned as they are."""
+    """``ConfigDict`` to dict, recursively; field references are resolved. Other values are returned as they
+    are.
+    """
     if hasattr(config, "to_dict") and not dataclasses.is_dataclass(config):
         config = config.to_dict()
     if isinstance(config, Mapping):
@@ -90,9 +97,13 @@ def load_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         config = json.loads(pathlib.Path(path).read_text())
     except (OSError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error}; give a file written by a run") from error
+        raise ConfigError(
+            f"cannot read the configuration {path}: {error}; give a file written by a run"
+        ) from error
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__}, not a JSON object; give a file written by a run")
+        raise ConfigError(
+            f"{path} holds a {type(config).__name__}, not a JSON object; give a file written by a run"
+        )
     return config
 
 
@@ -121,7 +132,7 @@ class ConfigRow:
 def describe(cls: type, prefix: str = "") -> list[ConfigRow]:
     """All fields of a configuration class and of the classes nested in it, as rows for documentation."""
     rows: list[ConfigRow] = []
-    hints = typing.get_type_hints(cls)
+    hints, documented = typing.get_type_hints(cls), _attribute_docs(cls)
     for f in dataclasses.fields(cls):
         name = f"{prefix}.{f.name}" if prefix else f.name
         hint = hints[f.name]
@@ -129,10 +140,29 @@ def describe(cls: type, prefix: str = "") -> list[ConfigRow]:
         default = default_of(f)
         if nested != [hint]:
             shown = "required" if default is dataclasses.MISSING else repr(default)
-            rows.append(ConfigRow(name, type_name(hint), shown, f.metadata.get("doc", "")))
+            rows.append(
+                ConfigRow(name, type_name(hint), shown, f.metadata.get("doc") or documented.get(f.name, ""))
+            )
         for member in nested:
             rows.extend(describe(member, name))
     return rows
+
+
+def _attribute_docs(cls: type) -> dict[str, str]:
+    """Field documentation from the ``Attributes:`` section of a class docstring."""
+    section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
+    docs: dict[str, str] = {}
+    name = ""
+    for line in section.split("\n"):
+        entry = re.match(r"  (\w+): (.*)", line)
+        if entry:
+            name = entry.group(1)
+            docs[name] = entry.group(2)
+        elif line.startswith("    ") and name:
+            docs[name] += " " + line.strip()
+        elif line.strip():
+            break
+    return docs
 
 
 def default_of(f: dataclasses.Field[Any]) -> Any:
@@ -179,7 +209,10 @@ def _build(cls: type[T], data: Any, prefix: str) -> T:
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
     unknown = [key for key in data if key not in fields]
     if unknown:
-        lines = [f"{prefix}.{key} is not a setting of {cls.__name__}; {suggest(str(key), fields)}" for key in unknown]
+        lines = [
+            f"{prefix}.{key} is not a setting of {cls.__name__}; {suggest(str(key), fields)}"
+            for key in unknown
+        ]
         raise ConfigError("\n".join(lines))
     hints = typing.get_type_hints(cls)
     values = {key: _convert(hints[key], value, f"{prefix}.{key}") for key, value in data.items()}
@@ -198,7 +231,9 @@ def _build(cls: type[T], data: Any, prefix: str) -> T:
 
 
 def _convert(hint: Any, value: Any, name: str) -> Any:
-    """``value`` as the type ``hint``, or ConfigError. Only widening conversions are made: int to float, list to tuple."""
+    """``value`` as the type ``hint``, or ConfigError. Only widening conversions are made: int to float, list
+    to tuple.
+    """
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
         return value
@@ -207,8 +242,12 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     if origin is Literal:
         if any(value == a and type(value) is type(a) for a in args):
             return value
-        hint_text = suggest(value, args) if isinstance(value, str) and all(isinstance(a, str) for a in args) else ""
-        raise ConfigError(f"{name} is {_shown(value)}; use one of {type_name(hint)}" + (hint_text and f" ({hint_text})"))
+        hint_text = (
+            suggest(value, args) if isinstance(value, str) and all(isinstance(a, str) for a in args) else ""
+        )
+        raise ConfigError(
+            f"{name} is {_shown(value)}; use one of {type_name(hint)}" + (hint_text and f" ({hint_text})")
+        )
     if dataclasses.is_dataclass(hint):
         return _build(hint, value, name)
     if hint is type(None):
@@ -231,12 +270,17 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
     elif origin in (dict, Mapping) or hint is dict:
         if isinstance(value, Mapping):
             key_type, value_type = args or (Any, Any)
-            return {_convert(key_type, k, f"{name} (key)"): _convert(value_type, v, f"{name}.{k}") for k, v in value.items()}
+            return {
+                _convert(key_type, k, f"{name} (key)"): _convert(value_type, v, f"{name}.{k}")
+                for k, v in value.items()
+            }
     elif isinstance(hint, type):
         if isinstance(value, hint):
             return value
     else:
-        raise ConfigError(f"{name} is declared as {hint}, which configuration cannot hold; declare a plainer type")
+        raise ConfigError(
+            f"{name} is declared as {hint}, which configuration cannot hold; declare a plainer type"
+        )
     raise ConfigError(f"{name} is {_shown(value)}; give {_article(type_name(hint))}")
 
 

@@ -24,17 +24,26 @@ class OptimizerConfig:
     name: Literal["adamw", "adam", "sgd", "lion", "adafactor"] = field("adamw", "update rule")
     learning_rate: float = field(1e-6, "peak learning rate")
     schedule: Literal["constant", "linear", "cosine"] = field("constant", "shape of the decay after warm-up")
-    warmup_steps: int = field(0, "optimizer steps of linear warm-up; step s uses (s + 1) / warmup_steps of the peak")
-    decay_steps: int | None = field(None, "optimizer steps, warm-up included, after which the decay has ended")
+    warmup_steps: int = field(
+        0, "optimizer steps of linear warm-up; step s uses (s + 1) / warmup_steps of the peak"
+    )
+    decay_steps: int | None = field(
+        None, "optimizer steps, warm-up included, after which the decay has ended"
+    )
     final_fraction: float = field(0.0, "learning rate after the decay, as a fraction of the peak")
     b1: float = field(0.9, "decay of the first moment (momentum for sgd)")
     b2: float = field(0.999, "decay of the second moment")
     eps: float = field(1e-8, "added to the root of the second moment (adam, adamw)")
-    weight_decay: float = field(0.0, "decoupled weight decay, multiplied by the learning rate; not on norms and biases")
+    weight_decay: float = field(
+        0.0, "decoupled weight decay, multiplied by the learning rate; not on norms and biases"
+    )
     clip_norm: float | None = field(1.0, "largest global gradient norm; None switches clipping off")
-    moment_dtype: Literal["float32", "bfloat16"] | None = field(None, "dtype of the first moment; None: that of params")
+    moment_dtype: Literal["float32", "bfloat16"] | None = field(
+        None, "dtype of the first moment; None: that of params"
+    )
     learning_rates: tuple[tuple[str, float], ...] = field(
-        (), "(regex, peak learning rate) pairs searched in parameter paths such as 'layers/0/attn/q/lora_a'; first match wins"
+        (),
+        "(regex, peak learning rate) pairs searched in parameter paths such as 'layers/0/attn/q/lora_a'; first match wins",
     )
 
     def validate(self) -> None:
@@ -49,18 +58,24 @@ class OptimizerConfig:
             raise ConfigError(f"final_fraction is {self.final_fraction}; give a value in [0, 1]")
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ConfigError(f"clip_norm is {self.clip_norm}; give a value > 0, or None for no clipping")
-        if self.schedule != "constant" and (self.decay_steps is None or self.decay_steps <= self.warmup_steps):
+        if self.schedule != "constant" and (
+            self.decay_steps is None or self.decay_steps <= self.warmup_steps
+        ):
             raise ConfigError(
                 f"schedule={self.schedule!r} with decay_steps={self.decay_steps}, warmup_steps={self.warmup_steps}; "
                 "set decay_steps above warmup_steps (usually the number of optimizer steps of the run)"
             )
         if self.weight_decay and self.name in ("adam", "sgd", "adafactor"):
-            raise ConfigError(f"weight_decay is set but {self.name} has none; use adamw or lion, or set it to 0")
+            raise ConfigError(
+                f"weight_decay is set but {self.name} has none; use adamw or lion, or set it to 0"
+            )
         for pattern, rate in self.learning_rates:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ConfigError(f"learning_rates has the pattern {pattern!r}: {error}; give a valid regex") from error
+                raise ConfigError(
+                    f"learning_rates has the pattern {pattern!r}: {error}; give a valid regex"
+                ) from error
             if rate < 0:
                 raise ConfigError(f"learning_rates gives {rate} for {pattern!r}; give a value >= 0")
 
@@ -73,9 +88,9 @@ def make_schedule(config: OptimizerConfig, peak: float | None = None) -> optax.S
       peak: peak learning rate; ``config.learning_rate`` if None.
 
     Returns:
-      ``step [] int32 -> learning rate [] float32``. With W warm-up steps, D decay steps, peak p and final fraction f:
-      ``p (s + 1) / W`` for s < W; then with ``x = min((s - W) / (D - W), 1)`` the rate is ``p`` (constant),
-      ``p (1 - (1 - f) x)`` (linear) or ``p (f + (1 - f) (1 + cos(pi x)) / 2)`` (cosine).
+      ``step [] int32 -> learning rate [] float32``. With W warm-up steps, D decay steps, peak p and final
+      fraction f: ``p (s + 1) / W`` for s < W; then with ``x = min((s - W) / (D - W), 1)`` the rate is ``p``
+      (constant), ``p (1 - (1 - f) x)`` (linear) or ``p (f + (1 - f) (1 + cos(pi x)) / 2)`` (cosine).
     """
     peak = config.learning_rate if peak is None else peak
     warmup, fraction = config.warmup_steps, config.final_fraction
@@ -109,7 +124,9 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.learning_rates:
         rates = {str(i): rate for i, (_, rate) in enumerate(config.learning_rates)}
         groups = {"default": config.learning_rate, **rates}
-        scales = {label: optax.scale_by_learning_rate(make_schedule(config, r)) for label, r in groups.items()}
+        scales = {
+            label: optax.scale_by_learning_rate(make_schedule(config, r)) for label, r in groups.items()
+        }
         parts.append(optax.partition(scales, lambda params: _labels(config, params)))
     else:
         parts.append(optax.scale_by_learning_rate(make_schedule(config)))

@@ -19,8 +19,8 @@ class RunState:
 
     Attributes:
       device: any pytree of arrays and typed keys.
-      host: dict that JSON can hold exactly (dict with string keys, list, str, int, float, bool, None): data positions,
-        controllers, counters.
+      host: dict that JSON can hold exactly (dict with string keys, list, str, int, float, bool, None): data
+        positions, controllers, counters.
     """
 
     device: Any
@@ -51,9 +51,13 @@ class TrainState:
         return dataclasses.replace(self, **changes)
 
     @classmethod
-    def create(cls, params: Params, optimizer: Any, key: jax.Array, frozen: Params | None = None) -> TrainState:
+    def create(
+        cls, params: Params, optimizer: Any, key: jax.Array, frozen: Params | None = None
+    ) -> TrainState:
         """State before the first step; ``optimizer`` is an optax transformation."""
-        return cls(jnp.zeros((), jnp.int32), params, {} if frozen is None else frozen, optimizer.init(params), key)
+        return cls(
+            jnp.zeros((), jnp.int32), params, {} if frozen is None else frozen, optimizer.init(params), key
+        )
 
 
 def partition(params: Params, predicate: Callable[[str, Any], bool]) -> tuple[Params, Params]:
@@ -61,7 +65,8 @@ def partition(params: Params, predicate: Callable[[str, Any], bool]) -> tuple[Pa
 
     Args:
       params: nested dict of arrays.
-      predicate: ``(path, leaf) -> bool`` with paths such as ``'layers/0/attn/q/lora_a'``; True means trainable.
+      predicate: ``(path, leaf) -> bool`` with paths such as ``'layers/0/attn/q/lora_a'``; True means
+        trainable.
 
     Returns:
       ``(trainable, frozen)``: nested dicts that hold only their own leaves; empty branches are left out.
@@ -115,11 +120,13 @@ def count_parameters(tree: Any) -> int:
 def canonical(tree: Any) -> Any:
     """The tree with every leaf a strongly typed ``jax.Array``, as a restored tree has it.
 
-    A weakly typed leaf would make the first steps of a fresh run promote and compile differently from a resumed one.
+    A weakly typed leaf would make the first steps of a fresh run promote and compile differently from a
+    resumed one.
     """
 
     def leaf(x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and (not x.weak_type or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)):
+        is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if is_key or (isinstance(x, jax.Array) and not x.weak_type):
             return x
         x = jnp.asarray(x)
         return jax.lax.convert_element_type(x, x.dtype)
