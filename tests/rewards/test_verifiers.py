@@ -36,12 +36,12 @@ def test_math_verify_verdicts(maths, gold, text, expected):
 
 
 def test_math_verify_counts_failures(maths):
-    rows = [RewardInput("p", "3", answer="3"), RewardInput("p", "3", answer="???"), RewardInput("p", "3")]
+    rows = [RewardInput("p", "3", answer="3"), RewardInput("p", "3", answer="$$"), RewardInput("p", "3")]
     result = maths.score(rows)
     np.testing.assert_array_equal(result.R[:, 0], [1, np.nan, np.nan])
     assert result.metrics["reward/math_verify/errors"] == 2
     assert result.metrics["reward/math_verify/mean"] == 1
-    assert "'???' holds no expression" in result.failures[0]
+    assert "holds no expression" in result.failures[0]
     with pytest.raises(RewardError, match="16 of 16 rows failed"):
         maths.score(rows[1:] * 8)
 
@@ -50,7 +50,6 @@ def test_math_verify_that_hangs_is_killed_and_counted():
     spec = RewardSpec("math_verify", time_limit=1.0)
     with RewardSet([spec], workers=1) as rewards:
         rows = [RewardInput("p", text, answer="3") for text in ("3", r"\boxed{9^{9^{9^{9}}}}", "3")]
-        rows[1] = RewardInput("p", r"\boxed{(x+1)^{20000}}", answer="$(1+x)^{20001}-x(x+1)^{20000}$")
         result = rewards.score(rows)
     np.testing.assert_array_equal(result.R[:, 0], [1, np.nan, 1])
     assert result.metrics["reward/math_verify/timeouts"] == 1
