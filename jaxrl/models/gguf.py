@@ -115,19 +115,20 @@ class GGUFWeights:
 
     style: Style = "gguf"
 
-    def __init__(self, reader: Any, config: ModelConfig):
+    def __init__(self, reader: Any):
         self.where = str(reader.path)
         self._quants = require("gguf.quants", "gguf")
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
         self._heads = {}
         if metadata(reader, "general.architecture") == "llama":
-            self._heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+            heads = metadata(reader, "llama.attention.head_count")
+            self._heads = {"attn_q": heads, "attn_k": metadata(reader, "llama.attention.head_count_kv", heads)}
         # GGUF lists the fastest dimension first.
         self.shapes = {name: tuple(int(n) for n in tensor.shape[::-1]) for name, tensor in self._tensors.items()}
 
     def open(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
-        data = tensor.data
+        data = np.asarray(tensor.data)  # a plain view: indexing an np.memmap is slow
         heads = self._heads.get(name.split(".")[-2])
         if heads is not None:  # Rows are whole quantised units, so they can be put in order before dequantising.
             data = data.reshape(heads, data.shape[0] // heads // 2, 2, *data.shape[1:]).swapaxes(1, 2)
@@ -162,4 +163,4 @@ def load_gguf(
     reader = open_gguf(source) if isinstance(source, (str, pathlib.Path)) else source
     config = gguf_config(reader).replace(**changes)
     model = LanguageModel(config, sharding)
-    return config, assemble(model, GGUFWeights(reader, config), key)
+    return config, assemble(model, GGUFWeights(reader), key)

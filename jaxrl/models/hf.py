@@ -244,13 +244,20 @@ def load_hf(
       ModelLoadError: a file, shard or tensor is missing, unreadable, unexpected or of a wrong shape, or the
         architecture is not supported.
     """
+    config, weights = open_hf(directory)
+    config = config.replace(**changes)
+    return config, assemble(LanguageModel(config, sharding), weights, key)
+
+
+def open_hf(directory: str | os.PathLike[str]) -> tuple[ModelConfig, SafetensorsDirectory]:
+    """The architecture and the (not yet read) tensors of a Hugging Face directory; raises as ``load_hf`` does."""
     directory = pathlib.Path(directory)
     if not directory.is_dir():
         raise ModelLoadError(f"{directory} is not a directory; give one that holds config.json and {SINGLE}")
     if not (directory / "config.json").is_file():
         raise ModelLoadError(f"{directory} has no config.json; give the directory of a saved model")
-    config = hf_config(_read_json(directory / "config.json"), str(directory / "config.json")).replace(**changes)
-    return config, assemble(LanguageModel(config, sharding), SafetensorsDirectory(directory), key)
+    config = hf_config(_read_json(directory / "config.json"), str(directory / "config.json"))
+    return config, SafetensorsDirectory(directory)
 
 
 def save_hf(

@@ -12,9 +12,10 @@ import jax
 from jaxrl.errors import ConfigError, ModelLoadError, require
 from jaxrl.models.config import PRESETS, LoraConfig, ModelConfig
 from jaxrl.models.decoder import LanguageModel, Params
-from jaxrl.models.gguf import load_gguf, open_gguf
-from jaxrl.models.hf import load_hf
+from jaxrl.models.gguf import GGUFWeights, gguf_config, open_gguf
+from jaxrl.models.hf import open_hf
 from jaxrl.models.tokenizer import check_tokenizer, load_tokenizer
+from jaxrl.models.weights import assemble
 from jaxrl.parallel.sharding import Sharding
 
 
@@ -87,11 +88,14 @@ def load_pretrained(
         params = model.init(key)
     else:
         path = resolve(source.source)
-        opened = open_gguf(path) if path.suffix == ".gguf" else path
-        tokenizer = load_tokenizer(opened if source.tokenizer is None else resolve(source.tokenizer))
-        load = load_gguf if path.suffix == ".gguf" else load_hf
-        config, params = load(opened, key=key, sharding=sharding, **source.changes())
-        model = LanguageModel(config, sharding)
+        if path.suffix == ".gguf":
+            reader = open_gguf(path)
+            config, weights, own = gguf_config(reader), GGUFWeights(reader), reader
+        else:
+            (config, weights), own = open_hf(path), path
+        tokenizer = load_tokenizer(own if source.tokenizer is None else resolve(source.tokenizer))
+        model = LanguageModel(config.replace(**source.changes()), sharding)
+        params = assemble(model, weights, key)
     if tokenizer is not None:
         check_tokenizer(model.config, tokenizer)
     return model, params, tokenizer
