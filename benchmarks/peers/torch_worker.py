@@ -17,6 +17,7 @@ State: dict[str, Any] = {}
 def load(model_dir: str) -> dict[str, Any]:
     """Load the weights in float32 by ``from_pretrained``."""
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # generate() would take it from here
     State["model"] = model
     version = f"transformers {transformers.__version__}, torch {torch.__version__}"
     return {"version": version, "parameters": sum(p.numel() for p in model.parameters())}
