@@ -68,7 +68,8 @@ class CharTokenizer:
             return [self._ids[character] for character in text]
         except KeyError as error:
             raise DataError(
-                f"the character {error.args[0]!r} of {text[:40]!r} is not in the alphabet {self.alphabet!r}; add it there"
+                f"the character {error.args[0]!r} of {text[:40]!r} is not in the alphabet "
+                f"{self.alphabet!r}; add it there"
             ) from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
@@ -103,6 +104,12 @@ class CharTokenizer:
             content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(f"{str(path)!r} is no readable tokenizer file: {error}") from error
-        if not isinstance(content, dict) or content.get("type") != "char" or not isinstance(content.get("alphabet"), str):
-            raise DataError(f"{str(path)!r} holds no character tokenizer; expected the keys 'type' and 'alphabet'")
+        if (
+            not isinstance(content, dict)
+            or content.get("type") != "char"
+            or not isinstance(content.get("alphabet"), str)
+        ):
+            raise DataError(
+                f"{str(path)!r} holds no character tokenizer; expected the keys 'type' and 'alphabet'"
+            )
         return cls(content["alphabet"])

@@ -22,8 +22,8 @@ CHATML_TEMPLATE = (
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
 )
-"""ChatML without a default system message and with the trained part marked. Fits SmolLM2, whose own template inserts a
-system message of 20 tokens where the conversation has none."""
+"""ChatML without a default system message and with the trained part marked. Fits SmolLM2, whose own template
+inserts a system message where the conversation has none."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -35,7 +35,9 @@ def with_system(prompt: str | Sequence[Message], system: str | None = None) -> l
       prompt: text (one user message) or messages.
       system: content of the system message, or None.
     """
-    messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    messages: list[Message] = (
+        [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    )
     if system is not None and not (messages and messages[0]["role"] == "system"):
         messages.insert(0, {"role": "system", "content": system})
     return messages
@@ -82,8 +84,8 @@ def prompt_encoder(
             return render_prompt(tokenizer, example.prompt, system, chat_template=chat_template)
         if not isinstance(example.prompt, str) or system is not None:
             raise DataError(
-                f"prompt {example.id} needs a chat template, and the tokenizer has none; give chat_template, or use "
-                "plain text prompts without a system message"
+                f"prompt {example.id} needs a chat template, and the tokenizer has none; give chat_template, "
+                "or use plain text prompts without a system message"
             )
         return [int(token) for token in tokenizer.encode(example.prompt)]
 
@@ -99,9 +101,10 @@ def render_sft(
 ) -> tuple[list[int], list[int]]:
     """Token ids of a finished conversation and a mask of the tokens that the assistant is trained on.
 
-    With ``{% generation %}`` marks in the template, the mask is what they enclose. Without them each assistant turn is
-    what the template adds behind the generation prompt, up to and including the last stop token; this needs a template
-    under which every conversation continues the ids of its beginning, which is checked.
+    With ``{% generation %}`` marks in the template, the mask is what they enclose. Without them each
+    assistant turn is what the template adds behind the generation prompt, up to and including the last stop
+    token; this needs a template under which every conversation continues the ids of its beginning, which is
+    checked.
 
     Args:
       tokenizer: a tokenizer with a chat template; a fast one where the template has generation marks.
@@ -114,8 +117,8 @@ def render_sft(
       Ids and a 0/1 mask of the same length.
 
     Raises:
-      DataError: malformed messages, no assistant turn, a template that rewrites earlier turns, or a turn without a stop
-        token inside its mask, from which a model could not learn to stop.
+      DataError: malformed messages, no assistant turn, a template that rewrites earlier turns, or a turn
+        without a stop token inside its mask, from which a model could not learn to stop.
     """
     conversation = with_system(messages, system)
     check_messages(conversation, "the conversation")
@@ -131,15 +134,15 @@ def render_sft(
     trained = _runs(mask)
     if len(trained) != len(turns):
         raise DataError(
-            f"the template marks {len(trained)} trained spans for {len(turns)} assistant messages; merge neighbouring "
-            "assistant messages and remove empty ones, or mend the template's generation marks"
+            f"the template marks {len(trained)} trained spans for {len(turns)} assistant messages; merge "
+            "neighbouring assistant messages and remove empty ones, or mend the template's generation marks"
         )
     for start, end in trained:
         if not stops & set(ids[start:end]):
             raise DataError(
-                f"the trained tokens {start}..{end - 1} hold no stop token ({sorted(map(str, stops))}), so the model would "
-                "not learn to stop; put the end-of-turn token inside the template's generation marks or pass "
-                "stop_token_ids"
+                f"the trained tokens {start}..{end - 1} hold no stop token ({sorted(map(str, stops))}), so "
+                "the model would not learn to stop; put the end-of-turn token inside the template's "
+                "generation marks or pass stop_token_ids"
             )
     return ids, mask
 
@@ -147,7 +150,9 @@ def render_sft(
 def _masked_by_template(
     tokenizer: Any, conversation: Sequence[Message], chat_template: str | None
 ) -> tuple[list[int], list[int]]:
-    encoded = _apply(tokenizer, conversation, False, chat_template, return_dict=True, return_assistant_tokens_mask=True)
+    encoded = _apply(
+        tokenizer, conversation, False, chat_template, return_dict=True, return_assistant_tokens_mask=True
+    )
     return [int(i) for i in encoded["input_ids"]], [int(m) for m in encoded["assistant_masks"]]
 
 
@@ -159,20 +164,25 @@ def _masked_by_prefixes(
     stops: set[int],
 ) -> tuple[list[int], list[int]]:
     if turns[0] == 0:
-        raise DataError("the conversation opens with an assistant message; begin with a user or system message")
+        raise DataError(
+            "the conversation opens with an assistant message; begin with a user or system message"
+        )
     ids = _apply(tokenizer, conversation, False, chat_template)
     mask = [0] * len(ids)
     for turn in turns:
         before = _apply(tokenizer, conversation[:turn], True, chat_template)
         after = _apply(tokenizer, conversation[: turn + 1], False, chat_template)
-        for part, name in ((before, f"the prompt of message {turn}"), (after, f"the conversation up to message {turn}")):
+        for part, name in (
+            (before, f"the prompt of message {turn}"),
+            (after, f"the conversation up to message {turn}"),
+        ):
             if ids[: len(part)] != part:
                 raise DataError(
-                    f"under this chat template {name} is not the beginning of the whole conversation (it rewrites "
-                    "earlier turns), so the trained tokens cannot be told; use a template with {% generation %} marks, or "
-                    "train on one turn at a time"
+                    f"under this chat template {name} is not the beginning of the whole conversation (it "
+                    "rewrites earlier turns), so the trained tokens cannot be told; use a template with "
+                    "{% generation %} marks, or train on one turn at a time"
                 )
-        # White space that a template writes behind the stop token is never sampled, so it is not trained either.
+        # White space that a template writes behind the stop token is never sampled, so it is not trained.
         ends = [column for column in range(len(before), len(after)) if ids[column] in stops]
         for column in range(len(before), ends[-1] + 1 if ends else len(after)):
             mask[column] = 1

@@ -55,12 +55,14 @@ def pack(
       sequences: ids and masks.
       row_length: S.
       pad_id: token id of the padding.
-      method: "first_fit_decreasing": longest first, each into the first row with room (at most 11/9 of the fewest
-        possible rows, plus one). "sequential": in the given order, a new row when the current one is full.
+      method: "first_fit_decreasing": longest first, each into the first row with room (at most 11/9 of the
+        fewest possible rows, plus one). "sequential": in the given order, a new row when the current one is
+        full.
       on_long: what to do with a sequence longer than a row.
 
     Raises:
-      DataError: a sequence is empty, differs in length from its mask, or is too long under "error"; or none is left.
+      DataError: a sequence is empty, differs in length from its mask, or is too long under "error"; or none
+        is left.
       ConfigError: unknown method or row length below 1.
     """
     if method not in ("first_fit_decreasing", "sequential"):
@@ -120,7 +122,8 @@ def _fit(sequences: Sequences, limit: int, on_long: str) -> tuple[dict[int, int]
     for index, (ids, mask) in enumerate(sequences):
         if len(ids) == 0 or len(ids) != len(mask):
             raise DataError(
-                f"sequence {index} has {len(ids)} tokens and a mask of {len(mask)}; both must be equal and above 0"
+                f"sequence {index} has {len(ids)} tokens and a mask of {len(mask)}; both must be equal and "
+                "above 0"
             )
         if len(ids) <= limit:
             lengths[index] = len(ids)
@@ -131,8 +134,8 @@ def _fit(sequences: Sequences, limit: int, on_long: str) -> tuple[dict[int, int]
             dropped += 1
         else:
             raise DataError(
-                f"sequence {index} has {len(ids)} tokens, more than a row of {limit}; lengthen the rows, or set "
-                "on_long to 'drop' or 'truncate'"
+                f"sequence {index} has {len(ids)} tokens, more than a row of {limit}; lengthen the rows, or "
+                "set on_long to 'drop' or 'truncate'"
             )
     if not lengths:
         raise DataError(f"no sequence is left of {len(sequences)} ({dropped} are longer than {limit} tokens)")

@@ -16,8 +16,8 @@ T = TypeVar("T")
 class Stream(Generic[T]):
     """An endless, reshuffled walk through a data set that holds no state.
 
-    Item ``position`` depends on the data, the seed and ``position`` only, so a run resumes exactly from one integer, and
-    no item is skipped or repeated by a change of batch size or of the number of processes.
+    Item ``position`` depends on the data, the seed and ``position`` only, so a run resumes exactly from one
+    integer, and no item is skipped or repeated by a change of batch size or of the number of processes.
     """
 
     def __init__(self, items: Sequence[T], seed: int = 0, shuffle: bool = True) -> None:
@@ -50,8 +50,8 @@ class Stream(Generic[T]):
     def batch(self, position: int, n: int, process_index: int = 0, process_count: int = 1) -> list[T]:
         """Items ``position .. position + n - 1`` of the stream, or this process's contiguous share of them.
 
-        The next batch starts at ``position + n``. Positions are unique over epochs: use them as prompt ids, so that a
-        prompt that comes back gets other random numbers.
+        The next batch starts at ``position + n``. Positions are unique over epochs: use them as prompt ids,
+        so that a prompt that comes back gets other random numbers.
 
         Args:
           position: first position of the global batch, from 0.
@@ -63,7 +63,9 @@ class Stream(Generic[T]):
           ConfigError: ``n`` cannot be shared evenly, or an argument is out of range.
         """
         if position < 0 or n < 1:
-            raise ConfigError(f"a batch of {n} items from position {position} does not exist; use n >= 1, position >= 0")
+            raise ConfigError(
+                f"a batch of {n} items from position {position} does not exist; use n >= 1, position >= 0"
+            )
         if not 0 <= process_index < process_count:
             raise ConfigError(f"process {process_index} of {process_count} does not exist; count from 0")
         if n % process_count:
@@ -98,8 +100,8 @@ class LengthReport:
 
     def __str__(self) -> str:
         return (
-            f"{self.kept} prompts kept, {self.dropped} dropped for having more than {self.max_prompt_len} tokens; "
-            f"the longest is {self.longest_id} with {self.longest}"
+            f"{self.kept} prompts kept, {self.dropped} dropped for having more than {self.max_prompt_len} "
+            f"tokens; the longest is {self.longest_id} with {self.longest}"
         )
 
 
@@ -137,8 +139,9 @@ def encode_prompts(
             kept.append(dataclasses.replace(example, prompt_ids=ids))
         elif on_long == "error":
             raise DataError(
-                f"prompt {example.id} has {len(ids)} tokens, more than the {max_prompt_len} that the context leaves for "
-                "a prompt; shorten it, raise max_prompt_len, or drop long prompts with on_long='drop'"
+                f"prompt {example.id} has {len(ids)} tokens, more than the {max_prompt_len} that the context "
+                "leaves for a prompt; shorten it, raise max_prompt_len, or drop long prompts with "
+                "on_long='drop'"
             )
     report = LengthReport(len(kept), len(examples) - len(kept), max_prompt_len, longest, longest_id)
     if not kept:

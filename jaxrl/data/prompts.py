@@ -22,8 +22,8 @@ class PromptExample:
     """One prompt.
 
     Attributes:
-      id: where it comes from, for example "train.jsonl:12" or "chain_sum:3". For logs; the random key of a completion
-        is made from the position in the stream instead, which differs from epoch to epoch.
+      id: where it comes from, for example "train.jsonl:12" or "chain_sum:3". For logs; the random key of a
+        completion is made from the position in the stream instead, which differs from epoch to epoch.
       prompt: plain text, or the messages of a conversation.
       answer: gold answer, or None.
       metadata: all other fields; rewards get them.
@@ -62,7 +62,8 @@ def check_messages(messages: object, where: str) -> tuple[Message, ...]:
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise DataError(
-                    f"{where}: message {index} must hold text under {key!r}, but holds {_short(message.get(key))}"
+                    f"{where}: message {index} must hold text under {key!r}, but holds "
+                    f"{_short(message.get(key))}"
                 )
     return tuple(messages)
 
@@ -106,8 +107,8 @@ def load_jsonl(
       template: for prompts that are text, the prompt to send; ``{name}`` stands for a field of the row.
 
     Raises:
-      DataError: the file cannot be read, a line is no JSON object, or a field is missing or of a wrong type; the
-        message starts with ``file:line``.
+      DataError: the file cannot be read, a line is no JSON object, or a field is missing or of a wrong type;
+        the message starts with ``file:line``.
       ConfigError: the template uses no field.
     """
     path = pathlib.Path(path)
@@ -126,13 +127,18 @@ def load_jsonl(
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
                     raise DataError(
-                        f"{where}: this line is no JSON ({error.msg} at column {error.colno}); mend or remove it"
+                        f"{where}: this line is no JSON ({error.msg} at column {error.colno}); mend or "
+                        "remove it"
                     ) from error
                 if not isinstance(row, dict):
                     raise DataError(f"{where}: a line must be a JSON object, but this one is {_short(row)}")
-                examples.append(_example(row, where, f"{path.name}:{number}", prompt_field, answer_field, template))
+                examples.append(
+                    _example(row, where, f"{path.name}:{number}", prompt_field, answer_field, template)
+                )
     except OSError as error:
-        raise DataError(f"the prompt file {str(path)!r} cannot be read: {error.strerror}; check the path") from error
+        raise DataError(
+            f"the prompt file {str(path)!r} cannot be read: {error.strerror}; check the path"
+        ) from error
     if not examples:
         raise DataError(f"the prompt file {str(path)!r} holds no row; give it at least one line")
     return examples
@@ -144,7 +150,7 @@ def load_parquet(
     answer_field: str | None = "answer",
     template: str | None = None,
 ) -> list[PromptExample]:
-    """Reads prompts from a Parquet file; arguments and errors as in ``load_jsonl``, with rows counted from 0."""
+    """Reads prompts from a Parquet file, rows counted from 0; arguments and errors as in ``load_jsonl``."""
     parquet = require("pyarrow.parquet", "data")
     arrow = require("pyarrow", "data")
     path = pathlib.Path(path)
@@ -173,8 +179,8 @@ def reasoning_gym_examples(
       task: name of the task, for example "chain_sum", "countdown", "spell_backward".
       size: number of items to draw. Repeated questions are dropped, so fewer examples may come back.
       seed: seed of the task.
-      template: the prompt to send. ``{question}`` is the task's own wording; plain fields of its metadata can be used
-        as well, for example "What is {expression}? Reply with only the number." with "chain_sum".
+      template: the prompt to send. ``{question}`` is the task's own wording; plain fields of its metadata
+        can be used as well, for example "What is {expression}? Reply with only the number." with "chain_sum".
       params: parameters of the task, for example ``{"min_terms": 2, "max_terms": 2, "max_digits": 1}``.
 
     Returns:
@@ -202,7 +208,9 @@ def reasoning_gym_examples(
     examples: dict[str, PromptExample] = {}
     for index in range(size):
         entry = dataset[index]
-        fields = {key: value for key, value in entry["metadata"].items() if isinstance(value, str | int | float)}
+        fields = {
+            key: value for key, value in entry["metadata"].items() if isinstance(value, str | int | float)
+        }
         text = fill_template(template, {**fields, "question": entry["question"]})
         if text not in examples:
             metadata = {"task": task, "entry": dict(entry)}
@@ -215,7 +223,8 @@ def split_prompts(
 ) -> tuple[list[PromptExample], list[PromptExample]]:
     """Splits off a held-out set that shares no prompt text with the rest.
 
-    Which prompts are held out depends on their text and the seed alone, not on their order or number of repetitions.
+    Which prompts are held out depends on their text and the seed alone, not on their order or number of
+    repetitions.
 
     Args:
       examples: all prompts.
@@ -233,7 +242,8 @@ def split_prompts(
         first.setdefault(example.text, example)
     if heldout < 0 or heldout >= len(first):
         raise DataError(
-            f"{heldout} prompts are to be held out of {len(first)} different ones; hold out fewer, or bring more prompts"
+            f"{heldout} prompts are to be held out of {len(first)} different ones; hold out fewer, or bring "
+            "more prompts"
         )
     ranked = sorted(first, key=lambda text: hashlib.sha256(f"{seed}\0{text}".encode()).digest())
     chosen = set(ranked[:heldout])
@@ -263,7 +273,9 @@ def _example(
     if answer_field is not None:
         answer = row[answer_field]
         if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise DataError(f"{where}: field {answer_field!r} must be text or a number, but is {_short(answer)}")
+            raise DataError(
+                f"{where}: field {answer_field!r} must be text or a number, but is {_short(answer)}"
+            )
     metadata = {key: value for key, value in row.items() if key not in (prompt_field, answer_field)}
     return PromptExample(identity, prompt, None if answer is None else str(answer), metadata)
 

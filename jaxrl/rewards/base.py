@@ -60,10 +60,12 @@ class RewardSpec:
       isolate: run row by row in a worker process under ``time_limit``. None: what the reward itself asks for.
       time_limit: seconds that one row may take in a worker before the worker is killed. Must be None unless
         the reward is isolated. None: what the reward itself asks for.
-      on_error: "raise" stops with a RewardError when the reward raises; "decline" counts the error and treats the
-        row as unscorable. None: what the reward itself asks for. A time-out is always counted and declined.
-      max_failed: largest fraction of a batch that may fail (errors and time-outs together) before a RewardError
-        is raised, because a verifier that fails everywhere is broken. Checked on batches of 16 rows or more.
+      on_error: "raise" stops with a RewardError when the reward raises; "decline" counts the error and
+        treats the row as unscorable. None: what the reward itself asks for. A time-out is always counted and
+        declined.
+      max_failed: largest fraction of a batch that may fail (errors and time-outs together) before a
+        RewardError is raised, because a verifier that fails everywhere is broken. Checked on batches of 16
+        rows or more.
     """
 
     name: str
@@ -100,12 +102,13 @@ class RewardResult:
     """Scores of a batch.
 
     Attributes:
-      R: ``[N, K]`` float64, one row a completion and one column a reward; nan where a reward declined the row.
+      R: ``[N, K]`` float64, one row a completion and one column a reward; nan where a reward declined the
+        row.
       names: the K column names.
       weights: the K weights, in the same order.
       metrics: per reward ``reward/<name>/{mean,std,declined,errors,timeouts}``: mean and population standard
-        deviation over the scored rows (absent when no row was scored), and counts of rows. ``declined`` counts
-        every nan, whatever its cause.
+        deviation over the scored rows (absent when no row was scored), and counts of rows. ``declined``
+        counts every nan, whatever its cause.
       failures: one sentence for each row that failed, for logs.
     """
 

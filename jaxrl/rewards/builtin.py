@@ -48,8 +48,8 @@ def number_match(*, which: str = "last", tolerance: float = 0.0) -> RewardFn:
     """1 if the chosen number of the completion equals the gold number, else 0.
 
     Args:
-      which: "last" or "first" number of the text; "single": the text must hold exactly one number; "only": the text
-        must be that number and nothing else.
+      which: "last" or "first" number of the text; "single": the text must hold exactly one number; "only":
+        the text must be that number and nothing else.
       tolerance: largest absolute difference that still counts as equal.
     """
     if which not in ("last", "first", "single", "only"):
@@ -109,8 +109,8 @@ def gsm8k(*, mode: str = "flexible") -> RewardFn:
 def regex_format(*, pattern: str, dot_matches_newline: bool = True) -> RewardFn:
     """1 if the whole completion matches a regular expression, else 0.
 
-    A pattern with nested repetitions can take exponential time on text that a model writes; run such a pattern
-    with ``isolate=True``.
+    A pattern with nested repetitions can take exponential time on text that a model writes; run such a
+    pattern with ``isolate=True``.
 
     Args:
       pattern: Python regular expression, matched with ``fullmatch``.

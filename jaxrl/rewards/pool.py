@@ -1,12 +1,12 @@
 """A bounded pool of worker processes with a hard time limit for each row.
 
-A row that exceeds its limit costs only its own worker, which is killed and replaced; the rows behind it go on. The
-pool never runs a user's code twice: workers do not import the main script, so a script needs no
-``if __name__ == "__main__"`` guard. The price is that a reward must be importable by name; a function defined in the
-main script or in a notebook cell cannot run isolated.
+A row that exceeds its limit costs only its own worker, which is killed and replaced; the rows behind it go
+on. The pool never runs a user's code twice: workers do not import the main script, so a script needs no
+``if __name__ == "__main__"`` guard. The price is that a reward must be importable by name; a function
+defined in the main script or in a notebook cell cannot run isolated.
 
-Workers are forked from a small server process that was itself started afresh, never from the training process: JAX
-runs threads, and forking a process with threads can deadlock.
+Workers are forked from a small server process that was itself started afresh, never from the training
+process: JAX runs threads, and forking a process with threads can deadlock.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import types
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 from jaxrl.errors import ConfigError, RewardError, require
 from jaxrl.rewards.base import RewardInput
@@ -35,8 +35,8 @@ _MAIN_LOCK = threading.Lock()
 def _without_main_script() -> Iterator[None]:
     """Hides the path of the main script, so that a starting worker does not import it.
 
-    Only for the moment in which a process is launched: multiprocessing reads the path there and has no option to
-    leave it out.
+    Only for the moment in which a process is launched: multiprocessing reads the path there and has no
+    option to leave it out.
     """
     main = sys.modules["__main__"]
     with _MAIN_LOCK:
@@ -73,15 +73,16 @@ def reward_key(name: str, kwargs: Mapping[str, Any]) -> bytes:
         return pickle.dumps((name, dict(kwargs)))
     except Exception as error:
         raise ConfigError(
-            f"reward {name!r} cannot run isolated: its kwargs do not pickle ({error}); use plain values, or isolate=False"
+            f"reward {name!r} cannot run isolated: its kwargs do not pickle ({error}); use plain values, or "
+            "isolate=False"
         ) from error
 
 
 class RewardPool:
     """Scores rows in worker processes. Starts at the first row; safe to share between rewards and threads.
 
-    Use as a context manager or call ``close``. Workers also end when the process that owns the pool ends, even when it
-    is killed.
+    Use as a context manager or call ``close``. Workers also end when the process that owns the pool ends,
+    even when it is killed.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class RewardPool:
 
         Args:
           workers: number of processes; by default one a core, at most 8.
-          memory_limit_mb: address space of a worker in MiB; a row beyond it raises MemoryError or loses its worker,
-            and is counted as an error. None: no limit.
-          rows_per_worker: rows after which a worker is replaced, so that caches of a verifier cannot grow for ever.
+          memory_limit_mb: address space of a worker in MiB; a row beyond it raises MemoryError or loses its
+            worker, and is counted as an error. None: no limit.
+          rows_per_worker: rows after which a worker is replaced, so that caches of a verifier cannot grow
+            for ever.
           warm: (name, kwargs) of rewards that a new worker prepares before it takes a row.
           preload: modules that a new worker imports before it takes a row.
 
@@ -107,7 +109,11 @@ class RewardPool:
           MissingExtraError: the ``rewards`` extra is not installed.
         """
         count = workers if workers is not None else min(os.cpu_count() or 1, 8)
-        for label, value in (("workers", count), ("rows_per_worker", rows_per_worker), ("memory_limit_mb", memory_limit_mb)):
+        for label, value in (
+            ("workers", count),
+            ("rows_per_worker", rows_per_worker),
+            ("memory_limit_mb", memory_limit_mb),
+        ):
             if value is not None and value < 1:
                 raise ConfigError(f"the reward pool has {label}={value}; give 1 or more")
         self.workers = count
@@ -154,11 +160,15 @@ class RewardPool:
         try:
             return future.result()
         except concurrent.futures.TimeoutError:
-            return Outcome("timeout", detail=f"it took longer than {time_limit:g} s, and its worker was killed")
+            return Outcome(
+                "timeout", detail=f"it took longer than {time_limit:g} s, and its worker was killed"
+            )
         except self._pebble.ProcessExpired as error:
             return Outcome("error", detail=f"its worker process died (exit code {error.exitcode})")
         except concurrent.futures.CancelledError as error:
-            raise RewardError("the row was cancelled before it was scored; do not collect cancelled rows") from error
+            raise RewardError(
+                "the row was cancelled before it was scored; do not collect cancelled rows"
+            ) from error
         except concurrent.futures.process.BrokenProcessPool as error:
             raise RewardError(f"the reward pool broke down ({error}); make a new pool") from error
         except (pickle.PicklingError, TypeError, AttributeError) as error:
@@ -171,7 +181,7 @@ class RewardPool:
             if self._finalizer is not None:
                 self._finalizer()
 
-    def __enter__(self) -> RewardPool:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(

@@ -110,8 +110,8 @@ def entry_of(name: str) -> RewardEntry:
         return RewardEntry(factory)
     if name not in REWARDS:
         raise ConfigError(
-            f"there is no reward named {name!r}; {near_misses(name, list(REWARDS))} A function of your own is "
-            'named by its import path, "package.module:function"'
+            f"there is no reward named {name!r}; {near_misses(name, list(REWARDS))} A function of your own "
+            "is named by its import path, 'package.module:function'"
         )
     return REWARDS[name]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -24,13 +25,12 @@ class PendingRow:
     """A row whose isolated rewards are being scored; ``RewardSet.collect`` finishes it."""
 
     row: RewardInput
-    futures: tuple[concurrent.futures.Future | None, ...]
+    futures: Mapping[int, concurrent.futures.Future]  # by column
 
     def cancel(self) -> None:
         """Drops the row, for example when its rollout was thrown away. It must not be collected then."""
-        for future in self.futures:
-            if future is not None:
-                future.cancel()
+        for future in self.futures.values():
+            future.cancel()
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,9 @@ class _Reward:
 class RewardSet:
     """Scores rows with several rewards.
 
-    Isolated rewards run in worker processes from the moment a row is submitted, so that scoring overlaps with decoding;
-    the others run in this process when a batch is collected. Order is that of the rows given, whatever finished first.
+    Isolated rewards run in worker processes from the moment a row is submitted, so that scoring overlaps
+    with decoding; the others run in this process when a batch is collected. Order is that of the rows given,
+    whatever finished first.
 
     ```python
     with RewardSet([RewardSpec("math_verify"), RewardSpec("tag_format", weight=0.2)]) as rewards:
@@ -55,7 +56,9 @@ class RewardSet:
     ```
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], pool: RewardPool | None = None, workers: int | None = None):
+    def __init__(
+        self, specs: Sequence[RewardSpec], pool: RewardPool | None = None, workers: int | None = None
+    ):
         """Resolves every name, so that a misspelt one fails before any rollout.
 
         Args:
@@ -84,19 +87,19 @@ class RewardSet:
 
     def submit(self, row: RewardInput) -> PendingRow:
         """Starts the isolated rewards of one row. Returns at once."""
-        futures: list[concurrent.futures.Future | None] = []
-        for reward in self._rewards:
-            if reward.key is None or self._pool is None:
-                futures.append(None)
-            else:
-                futures.append(self._pool.submit(reward.key, row, reward.time_limit))
-        return PendingRow(row, tuple(futures))
+        futures = {
+            column: self._pool.submit(reward.key, row, reward.time_limit)
+            for column, reward in enumerate(self._rewards)
+            if reward.key is not None and self._pool is not None
+        }
+        return PendingRow(row, futures)
 
     def collect(self, pending: Sequence[PendingRow]) -> RewardResult:
         """Waits for the rows and scores them with the rewards that are not isolated.
 
         Raises:
-          RewardError: a reward raised and its policy is "raise", or more rows failed than its ``max_failed`` allows.
+          RewardError: a reward raised and its policy is "raise", or more rows failed than its ``max_failed``
+            allows.
         """
         rows = [one.row for one in pending]
         table = np.full((len(rows), len(self._rewards)), np.nan, np.float64)
@@ -106,7 +109,7 @@ class RewardSet:
             if reward.key is None or self._pool is None:
                 outcomes = _score_here(reward, rows)
             else:
-                outcomes = [self._pool.outcome(one.futures[column], reward.time_limit) for one in pending]  # type: ignore[arg-type]
+                outcomes = [self._pool.outcome(one.futures[column], reward.time_limit) for one in pending]
             failures += _check_failures(reward, outcomes)
             table[:, column] = [np.nan if one.value is None else one.value for one in outcomes]
             metrics.update(_metrics(self.names[column], table[:, column], outcomes))
@@ -121,7 +124,7 @@ class RewardSet:
         if self._owns_pool and self._pool is not None:
             self._pool.close()
 
-    def __enter__(self) -> RewardSet:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -135,13 +138,17 @@ def _resolve(spec: RewardSpec) -> _Reward:
     isolate = entry.isolate if spec.isolate is None else spec.isolate
     if spec.time_limit is not None and not isolate:
         raise ConfigError(
-            f"reward {spec.column!r} has a time_limit but runs in the main process, where nothing can stop it; "
-            "set isolate=True or drop the limit"
+            f"reward {spec.column!r} has a time_limit but runs in the main process, where nothing can stop "
+            "it; set isolate=True or drop the limit"
         )
-    if isolate and ":" not in spec.name and entry.factory.__module__ not in (builtin.__name__, verifiers.__name__):
+    if (
+        isolate
+        and ":" not in spec.name
+        and entry.factory.__module__ not in (builtin.__name__, verifiers.__name__)
+    ):
         raise ConfigError(
-            f"reward {spec.name!r} was registered by this program, so worker processes do not know it; name it by its "
-            "import path, 'package.module:function', or set isolate=False"
+            f"reward {spec.name!r} was registered by this program, so worker processes do not know it; name "
+            "it by its import path, 'package.module:function', or set isolate=False"
         )
     return _Reward(
         spec=spec,
@@ -162,13 +169,14 @@ def _score_here(reward: _Reward, rows: Sequence[RewardInput]) -> list[Outcome]:
         outcomes = [score_row(reward.function, row) for row in rows]
         if all(one.status != "error" for one in outcomes):
             raise RewardError(
-                f"reward {reward.spec.column!r} raised {type(error).__name__} on the batch of {len(rows)} rows ({error}), "
-                "though it scores each row alone; look at what it does across rows"
+                f"reward {reward.spec.column!r} raised {type(error).__name__} on the batch of {len(rows)} "
+                f"rows ({error}), though it scores each row alone; look at what it does across rows"
             ) from error
         return outcomes
     if len(values) != len(rows):
         raise RewardError(
-            f"reward {reward.spec.column!r} returned {len(values)} values for {len(rows)} rows; return one for each row"
+            f"reward {reward.spec.column!r} returned {len(values)} values for {len(rows)} rows; return one "
+            "for each row"
         )
     return [read_score(value) for value in values]
 
@@ -179,16 +187,16 @@ def _check_failures(reward: _Reward, outcomes: Sequence[Outcome]) -> list[str]:
     for index, outcome in enumerate(outcomes):
         if outcome.status == "error" and reward.on_error == "raise":
             raise RewardError(
-                f"reward {name!r} failed on row {index}: {outcome.detail}; mend the reward or the row, or set "
-                "on_error='decline' to leave such rows out"
+                f"reward {name!r} failed on row {index}: {outcome.detail}; mend the reward or the row, or "
+                "set on_error='decline' to leave such rows out"
             )
         if outcome.status in ("error", "timeout"):
             failures.append(f"reward {name!r} failed on row {index}: {outcome.detail}")
     limit = reward.spec.max_failed * len(outcomes)
     if len(outcomes) >= MIN_ROWS_FOR_FAILURE_LIMIT and len(failures) > limit:
         raise RewardError(
-            f"{len(failures)} of {len(outcomes)} rows failed, so the reward is taken for broken. First: {failures[0]}. "
-            f"Mend it, or raise max_failed ({reward.spec.max_failed:g})"
+            f"{len(failures)} of {len(outcomes)} rows failed, so the reward is taken for broken. First: "
+            f"{failures[0]}. Mend it, or raise max_failed ({reward.spec.max_failed:g})"
         )
     return failures
 

@@ -1,7 +1,7 @@
 """Verifiers that parse what a model wrote: symbolic mathematics and procedural tasks.
 
-Both run in worker processes by default. They evaluate expressions taken from completions, so they may hang, need a
-lot of memory or raise; the pool turns each of these into a counted event.
+Both run in worker processes by default. They evaluate expressions taken from completions, so they may hang,
+need a lot of memory or raise; the pool turns each of these into a counted event.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from jaxrl.rewards.registry import near_misses, register
 
 @register("math_verify", isolate=True, time_limit=5.0, on_error="decline", preload=("math_verify", "sympy"))
 def math_verify(*, precision: int = 6, strict: bool = True, require_boxed: bool = False) -> RewardFn:
-    """1 if the completion's final expression equals the gold one, else 0, as judged by the math-verify package.
+    """1 if the completion's final expression equals the gold one, else 0, as the math-verify package judges.
 
-    A completion without any expression scores 0: it gives no answer. An exception while parsing or comparing is no
-    verdict and is raised, so that it is counted.
+    A completion without any expression scores 0: it gives no answer. An exception while parsing or comparing
+    is no verdict and is raised, so that it is counted. Neither is a time-out: a policy may learn to escape a
+    verdict with expressions that take for ever (``9^{9^{9^9}}``), so watch ``reward/math_verify/timeouts``.
 
     Args:
       precision: decimal places that must agree.
@@ -30,7 +31,7 @@ def math_verify(*, precision: int = 6, strict: bool = True, require_boxed: bool 
       require_boxed: only ``\\boxed{...}`` counts as an answer.
     """
     package = require("math_verify", "rewards")
-    # The pool limits time from outside, so the package's own alarm is off; it would warn of that on each worker.
+    # The pool limits time from outside, so the package's own alarm is off; each worker would warn of that.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     parse = functools.partial(package.parse, parsing_timeout=None, raise_on_error=True)
     only_boxed = [
@@ -43,7 +44,9 @@ def math_verify(*, precision: int = 6, strict: bool = True, require_boxed: bool 
         if all(isinstance(one, str) for one in parsed):
             parsed = parse(f"${gold}$") or parsed
         if not parsed:
-            raise ValueError(f"the gold answer {gold!r} holds no expression; write it as LaTeX or as a number")
+            raise ValueError(
+                f"the gold answer {gold!r} holds no expression; write it as LaTeX or as a number"
+            )
         return parsed
 
     def score(row: RewardInput) -> float:
@@ -68,7 +71,7 @@ def math_verify(*, precision: int = 6, strict: bool = True, require_boxed: bool 
                         raise_on_error=True,
                     ):
                         return 1.0
-                except Exception as error:  # another pair may still agree; if none does, this is raised below
+                except Exception as error:  # noqa: BLE001  raised below unless another pair agrees
                     failure = error
         if failure is not None:
             raise failure
@@ -108,7 +111,9 @@ def reasoning_gym(*, task: str | None = None, extract_from: str = "whole") -> Re
         name = task or row.metadata.get("task")
         entry = row.metadata.get("entry")
         if name is None or entry is None:
-            raise ValueError("the row's metadata lacks 'task' or 'entry'; make the prompts with reasoning_gym_examples")
+            raise ValueError(
+                "the row's metadata lacks 'task' or 'entry'; make the prompts with reasoning_gym_examples"
+            )
         return float(scorer(name)(extract(row.completion_text, extract_from), entry))
 
     return per_row(score)

@@ -61,16 +61,17 @@ def describe(error: BaseException) -> str:
         trace = trace.tb_next
     try:
         words = str(error)
-    except Exception:  # printing a huge symbolic expression can itself fail
+    except Exception:  # noqa: BLE001  printing a huge symbolic expression can itself fail
         words = "(its message cannot be printed)"
     return f"{type(error).__name__}: {words[:500]}{place}"
 
 
 def score_row(function: RewardFn, row: RewardInput) -> Outcome:
-    """Scores one row; an exception becomes an Outcome, so that nothing unpicklable crosses a process border."""
+    """Scores one row; an exception becomes an Outcome, so that nothing unpicklable crosses a process "
+    "border."""
     try:
         values = list(function([row]))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  a user's code may raise anything
         return Outcome("error", detail=describe(error))
     if len(values) != 1:
         return Outcome("error", detail=f"it returned {len(values)} values for 1 row")
@@ -82,7 +83,7 @@ def score_pickled(key: bytes, row: RewardInput, time_limit: float) -> Outcome:
     _limit_cpu_time(time_limit)
     try:
         function = _function(key)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  a user's code may raise anything
         return Outcome("error", detail=describe(error))
     return score_row(function, row)
 
@@ -110,7 +111,8 @@ def _function(key: bytes) -> RewardFn:
 
 
 def _limit_cpu_time(time_limit: float) -> None:
-    """Backstop for a worker that hangs in C code when the training process, which would end it, was killed."""
+    """Backstop for a worker that hangs in C code when the training process, which would end it, was "
+    "killed."""
     used = sum(os.times()[:2])
     allowed = used + time_limit * (os.cpu_count() or 1) + 5.0  # more than a row within its limit can use
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)

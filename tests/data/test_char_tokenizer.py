@@ -10,9 +10,12 @@ from jaxrl.errors import DataError
 
 def test_round_trip_and_special_tokens(tmp_path):
     tokenizer = CharTokenizer(SUM_ALPHABET)
-    assert tokenizer.vocab_size == len(tokenizer) == 14 < 32
+    assert tokenizer.vocab_size == len(tokenizer) == 14
     for example in column_sums(1):
-        assert tokenizer.decode(tokenizer.encode(example.prompt + example.answer)) == example.prompt + example.answer
+        assert (
+            tokenizer.decode(tokenizer.encode(example.prompt + example.answer))
+            == example.prompt + example.answer
+        )
     assert sorted(tokenizer.encode(SUM_ALPHABET)) == list(range(2, 14))
     assert tokenizer.decode([2, 1, 0]) == "0<eos><pad>"
     assert tokenizer.decode([2, 1, 0], skip_special_tokens=True) == "0"

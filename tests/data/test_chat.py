@@ -6,12 +6,20 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from jaxrl.data import CHATML_TEMPLATE, CharTokenizer, PromptExample, prompt_encoder, render_prompt, render_sft
+from jaxrl.data import (
+    CHATML_TEMPLATE,
+    CharTokenizer,
+    PromptExample,
+    prompt_encoder,
+    render_prompt,
+    render_sft,
+)
 from jaxrl.errors import DataError
 
 UNMARKED = CHATML_TEMPLATE.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
 WITH_DEFAULT_SYSTEM = (
-    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe nice<|im_end|>\\n' }}{% endif %}" + UNMARKED
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe nice<|im_end|>\\n' }}{% endif %}"
+    + UNMARKED
 )
 # Like templates of reasoning models that drop the thinking of earlier turns.
 FORGETFUL = (
@@ -44,11 +52,17 @@ def test_prompt(tokenizer):
     text = "<|im_start|>user\nhéllo<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.decode(render_prompt(tokenizer, "héllo")) == text
     assert tokenizer.decode(render_prompt(tokenizer, TALK[:1])) == text
-    assert tokenizer.decode(render_prompt(tokenizer, TALK[:1], add_generation_prompt=False)) == text.rsplit("<|im_s", 1)[0]
+    assert (
+        tokenizer.decode(render_prompt(tokenizer, TALK[:1], add_generation_prompt=False))
+        == text.rsplit("<|im_s", 1)[0]
+    )
     system = "<|im_start|>system\nCount.<|im_end|>\n"
     assert tokenizer.decode(render_prompt(tokenizer, "héllo", system="Count.")) == system + text
     own = [{"role": "system", "content": "Mine."}, *TALK[:1]]
-    assert tokenizer.decode(render_prompt(tokenizer, own, system="Count.")) == system.replace("Count", "Mine") + text
+    assert (
+        tokenizer.decode(render_prompt(tokenizer, own, system="Count."))
+        == system.replace("Count", "Mine") + text
+    )
 
 
 def test_default_system_message_is_suppressed_by_a_template(tokenizer):
@@ -61,7 +75,9 @@ def test_default_system_message_is_suppressed_by_a_template(tokenizer):
 def test_assistant_mask_covers_answers_and_their_stop_token(tokenizer, template):
     ids, mask = render_sft(tokenizer, TALK, chat_template=template)
     assert len(ids) == len(mask)
-    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "hi there<|im_end|>4<|im_end|>"
+    assert (
+        tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "hi there<|im_end|>4<|im_end|>"
+    )
     # What is trained is what is sampled: the ids in front of an answer are those of the prompt of a rollout.
     prompt = render_prompt(tokenizer, TALK[:3], chat_template=template)
     assert ids[: len(prompt)] == prompt and mask[len(prompt)] == 1 and mask[len(prompt) - 1] == 0
@@ -70,7 +86,9 @@ def test_assistant_mask_covers_answers_and_their_stop_token(tokenizer, template)
 def test_both_mask_paths_agree(tokenizer):
     assert render_sft(tokenizer, TALK) == render_sft(tokenizer, TALK, chat_template=UNMARKED)
     system = {"system": "Be brief."}
-    assert render_sft(tokenizer, TALK, **system) == render_sft(tokenizer, TALK, chat_template=UNMARKED, **system)
+    assert render_sft(tokenizer, TALK, **system) == render_sft(
+        tokenizer, TALK, chat_template=UNMARKED, **system
+    )
 
 
 def test_template_that_rewrites_the_past_is_refused(tokenizer):
@@ -97,7 +115,9 @@ def test_template_without_the_stop_token_in_its_mask_is_refused(tokenizer):
 
 
 def test_marks_that_miss_a_turn_are_refused(tokenizer):
-    template = CHATML_TEMPLATE.replace("message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last")
+    template = CHATML_TEMPLATE.replace(
+        "message['role'] == 'assistant'", "message['role'] == 'assistant' and loop.last"
+    )
     with pytest.raises(DataError, match="1 trained spans for 2 assistant messages"):
         render_sft(tokenizer, TALK, chat_template=template)
 

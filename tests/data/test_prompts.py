@@ -39,7 +39,12 @@ def test_jsonl(tmp_path):
     )
     one, two = load_jsonl(path)
     assert (one.id, one.prompt, one.answer, one.metadata) == ("p.jsonl:1", "1+1?", "2", {})
-    assert (two.id, two.prompt, two.answer, two.metadata) == ("p.jsonl:3", tuple(MESSAGES), "2.5", {"level": 3})
+    assert (two.id, two.prompt, two.answer, two.metadata) == (
+        "p.jsonl:3",
+        tuple(MESSAGES),
+        "2.5",
+        {"level": 3},
+    )
     assert two.text == "user: hi"
 
 
@@ -51,7 +56,10 @@ def test_jsonl(tmp_path):
         ('{"answer": "1"}', "no field 'prompt'; the fields are 'answer'"),
         ('{"prompt": "x"}', "no field 'answer'"),
         ('{"prompt": "", "answer": "1"}', "'prompt' is empty"),
-        ('{"prompt": 3, "answer": "1"}', "'prompt' must be text or a non-empty list of messages, but is int 3"),
+        (
+            '{"prompt": 3, "answer": "1"}',
+            "'prompt' must be text or a non-empty list of messages, but is int 3",
+        ),
         ('{"prompt": [], "answer": "1"}', "non-empty list"),
         ('{"prompt": ["x"], "answer": "1"}', "message 0 must be a mapping"),
         ('{"prompt": [{"role": "user"}], "answer": "1"}', "text under 'content'"),
@@ -83,7 +91,7 @@ def test_template_and_fields(tmp_path):
     path = write(tmp_path, json.dumps({"q": "1+1", "gold": "2"}))
     (example,) = load_jsonl(path, "q", "gold", template=r"{q}? Use \boxed{answer}.")
     assert example.prompt == r"1+1? Use \boxed{answer}."
-    with pytest.raises(ConfigError, match="uses no field of the data; write one of {q}, {gold}"):
+    with pytest.raises(ConfigError, match=r"uses no field of the data; write one of \{q\}, \{gold\}"):
         load_jsonl(path, "q", "gold", template="{question}")
     (example,) = load_jsonl(path, "q", None)
     assert example.answer is None and example.metadata == {"gold": "2"}
@@ -91,7 +99,9 @@ def test_template_and_fields(tmp_path):
 
 def test_parquet(tmp_path):
     path = tmp_path / "p.parquet"
-    pa.parquet.write_table(pa.table({"prompt": [MESSAGES, MESSAGES], "answer": ["1", None], "n": [1, 2]}), path)
+    pa.parquet.write_table(
+        pa.table({"prompt": [MESSAGES, MESSAGES], "answer": ["1", None], "n": [1, 2]}), path
+    )
     with pytest.raises(DataError, match="row 1: field 'answer'"):
         load_parquet(path)
     one, two = load_parquet(path, answer_field=None)
@@ -101,12 +111,12 @@ def test_parquet(tmp_path):
 
 
 def test_reasoning_gym_is_deterministic_and_short():
-    settings = dict(
-        task="chain_sum",
-        size=40,
-        template="What is {expression}? Reply with only the number.",
-        params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    )
+    settings = {
+        "task": "chain_sum",
+        "size": 40,
+        "template": "What is {expression}? Reply with only the number.",
+        "params": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+    }
     examples = reasoning_gym_examples(seed=3, **settings)
     assert examples == reasoning_gym_examples(seed=3, **settings)
     assert examples != reasoning_gym_examples(seed=4, **settings)
@@ -117,7 +127,9 @@ def test_reasoning_gym_is_deterministic_and_short():
         assert example.metadata["entry"]["answer"] == example.answer
 
 
-@pytest.mark.parametrize("task", ["countdown", "knights_knaves", "spell_backward", "letter_counting", "basic_arithmetic"])
+@pytest.mark.parametrize(
+    "task", ["countdown", "knights_knaves", "spell_backward", "letter_counting", "basic_arithmetic"]
+)
 def test_reasoning_gym_tasks(task):
     examples = reasoning_gym_examples(task, size=3, seed=0)
     assert len(examples) == 3 and all(e.answer and e.metadata["task"] == task for e in examples)

@@ -130,7 +130,12 @@ def test_length_is_the_soft_overlong_penalty():
 
 
 def test_finished():
-    assert [score("finished", "", finish_reason=r) for r in ("eos", "stop", "length", "abort")] == [1, 1, 0, None]
+    assert [score("finished", "", finish_reason=r) for r in ("eos", "stop", "length", "abort")] == [
+        1,
+        1,
+        0,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,9 @@ def test_module_that_fails_to_import(tmp_path, monkeypatch):
     (tmp_path / "broken_reward.py").write_text("import json.nothing_here\n")
     (tmp_path / "raising_reward.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RewardError, match=r"importing 'broken_reward' failed: No module named 'json.nothing_here'"):
+    with pytest.raises(
+        RewardError, match=r"importing 'broken_reward' failed: No module named 'json.nothing_here'"
+    ):
         RewardSet([RewardSpec("broken_reward:f")])
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         RewardSet([RewardSpec("raising_reward:f")])
@@ -235,7 +242,9 @@ def test_own_registered_reward(monkeypatch):
     def constant(*, value: float):
         return lambda inputs: [value for _ in inputs]
 
-    assert RewardSet([RewardSpec("constant", kwargs={"value": 2})]).score([RewardInput("p", "c")]).R[0, 0] == 2
+    assert (
+        RewardSet([RewardSpec("constant", kwargs={"value": 2})]).score([RewardInput("p", "c")]).R[0, 0] == 2
+    )
     with pytest.raises(ConfigError, match="registered already"):
         register("constant")(constant)
     with pytest.raises(ConfigError, match="import path"):

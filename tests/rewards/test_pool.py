@@ -75,7 +75,9 @@ def test_decline_is_no_error(pool):
 
 def test_raise_policy_names_reward_row_and_exception(pool):
     rewards = RewardSet([isolated(on_error="raise")], pool=pool)
-    with pytest.raises(RewardError, match=r"'obedient' failed on row 1: ValueError: I was told to \(sample_rewards.py"):
+    with pytest.raises(
+        RewardError, match=r"'obedient' failed on row 1: ValueError: I was told to \(sample_rewards.py"
+    ):
         rewards.score([row("1"), row("raise")])
 
 
@@ -83,15 +85,20 @@ def test_reward_that_fails_everywhere_is_refused(pool):
     rewards = RewardSet([isolated()], pool=pool)
     with pytest.raises(RewardError, match="20 of 24 rows failed"):
         rewards.score([row("raise")] * 20 + [row("1")] * 4)
-    assert RewardSet([isolated(max_failed=1.0)], pool=pool).score([row("raise")] * 20).metrics[
-        "reward/obedient/errors"
-    ] == 20
+    assert (
+        RewardSet([isolated(max_failed=1.0)], pool=pool)
+        .score([row("raise")] * 20)
+        .metrics["reward/obedient/errors"]
+        == 20
+    )
 
 
 def test_order_is_that_of_the_rows(pool):
     rewards = RewardSet([isolated(kwargs={"scale": 2.0})], pool=pool)
     pending = [rewards.submit(row(str(i))) for i in range(40)]
-    np.testing.assert_array_equal(rewards.collect(pending[::-1]).R[:, 0], [2.0 * i for i in reversed(range(40))])
+    np.testing.assert_array_equal(
+        rewards.collect(pending[::-1]).R[:, 0], [2.0 * i for i in reversed(range(40))]
+    )
 
 
 def test_cancelled_row_must_not_be_collected(pool):
@@ -142,7 +149,9 @@ def _script(tmp_path: pathlib.Path, body: str) -> subprocess.Popen:
 
 
 def test_script_without_main_guard_runs_once_and_without_jax(tmp_path):
-    process = _script(tmp_path, "print(rewards.score([row('6')] * 3).R.sum(), 'jax' in sys.modules, __file__)")
+    process = _script(
+        tmp_path, "print(rewards.score([row('6')] * 3).R.sum(), 'jax' in sys.modules, __file__)"
+    )
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert out.split("\n")[:2] == ["main script runs", f"18.0 False {tmp_path / 'script.py'}"]

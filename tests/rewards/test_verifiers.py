@@ -80,7 +80,9 @@ def test_reasoning_gym_scores_with_the_tasks_own_scorer():
     ]
     rows = [RewardInput("p", f"<answer>{e.answer}</answer>", metadata=e.metadata) for e in examples]
     wrong = [RewardInput("p", "<answer>no</answer>", metadata=e.metadata) for e in examples]
-    with RewardSet([RewardSpec("reasoning_gym", kwargs={"extract_from": "answer_tag"})], workers=1) as rewards:
+    with RewardSet(
+        [RewardSpec("reasoning_gym", kwargs={"extract_from": "answer_tag"})], workers=1
+    ) as rewards:
         right, bad = rewards.score(rows), rewards.score(wrong)
     np.testing.assert_array_equal(right.R[:, 0], np.ones(6))
     assert (bad.R[:, 0] < 0.1).all()
@@ -90,4 +92,6 @@ def test_reasoning_gym_errors_are_named():
     with pytest.raises(ConfigError, match="did you mean 'chain_sum'"):
         RewardSet([RewardSpec("reasoning_gym", kwargs={"task": "chain_sums"})])
     with pytest.raises(RewardError, match="metadata lacks"):
-        RewardSet([RewardSpec("reasoning_gym", isolate=False, on_error="raise")]).score([RewardInput("p", "1")])
+        RewardSet([RewardSpec("reasoning_gym", isolate=False, on_error="raise")]).score(
+            [RewardInput("p", "1")]
+        )
