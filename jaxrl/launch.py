@@ -122,10 +122,14 @@ def parse(argv: Sequence[str]) -> tuple[flags.FlagValues | None, dict[str, Any]]
     flags.DEFINE_boolean("debug", False, "show tracebacks", flag_values=values)
     flags.DEFINE_boolean("distributed", False, "call jax.distributed.initialize first", flag_values=values)
     file, rest = _take_config_file(list(argv))
-    config = with_defaults(load_config(file))
+    given = load_config(file)
+    for argument in rest[1:]:  # first of all, as the other settings depend on it
+        if argument.lstrip("-").startswith("config.system="):
+            given["system"] = argument.split("=", 1)[1]
+    config = with_defaults(given)
     for argument in rest[1:]:
         _check_override(argument, config)
-    config_flags.DEFINE_config_dict("config", config, flag_values=values)
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=rest)
     unparsed = values(rest)[1:]
     if unparsed:
         raise ConfigError(f"{unparsed[0]!r} is not understood; settings are given as --config.NAME=VALUE")
@@ -234,14 +238,14 @@ def _fill(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
     full: dict[str, Any] = dict(given)
     for f in dataclasses.fields(cls):
         hint = hints[f.name]
-        value = full.get(f.name, configs.default_of(f))
-        nested = hint if dataclasses.is_dataclass(hint) else type(value)
-        if dataclasses.is_dataclass(value):
+        default = configs.default_of(f)
+        value = full.get(f.name, default)
+        if dataclasses.is_dataclass(hint):  # a group given in part keeps the other defaults of this field
+            base = _shallow(default) if dataclasses.is_dataclass(default) else {}
+            given_part = _shallow(value) if dataclasses.is_dataclass(value) else value
+            full[f.name] = _fill(hint, base | (given_part if isinstance(given_part, Mapping) else {}))
+        elif dataclasses.is_dataclass(value):
             full[f.name] = _fill(type(value), _shallow(value))
-        elif dataclasses.is_dataclass(nested) and (
-            isinstance(value, Mapping) or value is dataclasses.MISSING
-        ):
-            full[f.name] = _fill(nested, value if isinstance(value, Mapping) else {})
         elif value is None or value is dataclasses.MISSING:
             plain = [t for t in _union(hint) if t in (int, float, str, bool)]
             if plain:
@@ -272,7 +276,7 @@ def _take_config_file(argv: list[str]) -> tuple[str, list[str]]:
 
 def _check_override(argument: str, config: config_dict.ConfigDict) -> None:
     """Refuse ``--config.a.b=...`` that names no setting, with near misses."""
-    name = argument.lstrip("-").split("=", 1)[0]
+    name = argument.lstrip("-").split("=", 1)[0].removeprefix("no")
     if not argument.startswith("-") or not name.startswith("config."):
         return
     node: Any = config

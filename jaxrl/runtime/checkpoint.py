@@ -15,7 +15,7 @@ import logging
 import math
 import pathlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -57,15 +57,12 @@ class Checkpointer:
         self._keep_best, self._best_mode = keep_best, best_mode
         policies = ocp.checkpoint_managers
         kept: list[Any] = [policies.LatestN(keep)]
+        best = None
         if keep_best is not None:
-            kept.append(
-                policies.BestN(
-                    get_metric_fn=lambda m: _score(m[keep_best], best_mode),
-                    n=1,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
-        self._steps = _Store(self._folder / "checkpoints", policies.AnyPreservationPolicy(kept), asynchronous)
+            best = lambda metrics: _score(metrics[keep_best], best_mode)  # noqa: E731 - Orbax wants a function
+            kept.append(policies.BestN(get_metric_fn=best, n=1, keep_checkpoints_without_metrics=False))
+        preserve = policies.AnyPreservationPolicy(kept)
+        self._steps = _Store(self._folder / "checkpoints", preserve, asynchronous, best=best)
         self._frozen = _Store(self._folder / FROZEN, None, False)
 
     @property
@@ -258,8 +255,16 @@ def load_arrays(
 class _Store:
     """Numbered Orbax checkpoints of (flat dict of arrays, JSON record, optional metrics) in one directory."""
 
-    def __init__(self, directory: pathlib.Path, preserve: Any, asynchronous: bool, read_only: bool = False):
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        preserve: Any,
+        asynchronous: bool,
+        read_only: bool = False,
+        best: Callable[[Any], float] | None = None,
+    ):
         self._directory, self._preserve, self._asynchronous = directory, preserve, asynchronous
+        self._best = best
         self._read_only = read_only  # a reader beside a live writer must not clean up the write in progress
         self._pending: tuple[int, int] | None = None  # step and bytes of the write in the background
         self._manager: ocp.CheckpointManager | None = None
@@ -346,6 +351,7 @@ class _Store:
             else:
                 options = ocp.CheckpointManagerOptions(
                     preservation_policy=self._preserve,
+                    best_fn=self._best,  # Orbax writes metrics only when this is set
                     enable_async_checkpointing=self._asynchronous,
                     cleanup_tmp_directories=True,
                 )

@@ -44,8 +44,8 @@ class Recompilation:
         if self.changes:
             return f"{self.function} compiled again: " + "; ".join(self.changes)
         if self.watched:
-            return f"{self.function} compiled again with a known signature: a global setting or its closure changed"
-        return f"{self.function} compiled again; make it with jaxrl.runtime.compilation.jit to see which argument changed"
+            return f"{self.function} compiled again for arguments it knows: a global setting or its closure changed"
+        return f"{self.function} compiled again; make it with compilation.jit to see which argument changed"
 
 
 class _Thread(threading.local):
@@ -70,6 +70,7 @@ def jit(fun: Callable[..., Any], *, name: str | None = None, **options: Any) -> 
       name: name in messages; the function's own by default.
       **options: options of ``jax.jit``.
     """
+    _listen()
     return WatchedFunction(fun, name or getattr(fun, "__name__", type(fun).__name__), options)
 
 
@@ -142,16 +143,13 @@ class RecompilationGuard:
 
     def __enter__(self) -> Self:
         if self.mode != "off":
-            if not _guards:
-                jax.monitoring.register_event_duration_secs_listener(_on_event)
+            _listen()
             _guards.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.mode != "off":
             _guards.remove(self)
-            if not _guards:
-                jax.monitoring.unregister_event_duration_listener(_on_event)
 
     def end_warm_up(self) -> None:
         """From now on each compilation of a function that has been compiled before is reported."""
@@ -194,6 +192,14 @@ class RecompilationGuard:
             )
         for message in messages:
             logger.warning("%s: %s", where, message)
+
+
+@functools.cache
+def _listen() -> None:
+    """Hear of compilations from now on. Once per process: signatures of functions compiled outside a guard
+    count too.
+    """
+    jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
 def _on_event(event: str, duration: float, **details: Any) -> None:

@@ -215,11 +215,22 @@ def _build(cls: type[T], data: Any, prefix: str) -> T:
         ]
         raise ConfigError("\n".join(lines))
     hints = typing.get_type_hints(cls)
-    values = {key: _convert(hints[key], value, f"{prefix}.{key}") for key, value in data.items()}
-    missing = [n for n, f in fields.items() if n not in values and default_of(f) is dataclasses.MISSING]
+    unset = {n for n, f in fields.items() if default_of(f) is dataclasses.MISSING and data.get(n) is None}
+    missing = [n for n in fields if n in unset and not (n in data and type(None) in _members(hints[n]))]
     if missing:
         names = ", ".join(f"{prefix}.{name}" for name in missing)
         raise ConfigError(f"{names} must be set; {cls.__name__} has no default for it")
+    values = {}
+    for key, value in data.items():
+        default = default_of(fields[key])
+        if (
+            isinstance(value, Mapping)
+            and dataclasses.is_dataclass(hints[key])
+            and type(default) is hints[key]
+        ):
+            # A group given in part keeps the other defaults of this field.
+            value = {f.name: getattr(default, f.name) for f in dataclasses.fields(default)} | dict(value)
+        values[key] = _convert(hints[key], value, f"{prefix}.{key}")
     try:
         config = cls(**values)
         validate = getattr(config, "validate", None)

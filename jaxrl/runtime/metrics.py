@@ -46,7 +46,7 @@ class MetricsLog:
         temporary = self.path.with_name(self.path.name + ".tmp")
         temporary.write_text("".join(_line(row) for row in kept))
         os.replace(temporary, self.path)
-        self._file = open(self.path, "a")
+        self._file = open(self.path, "a")  # noqa: SIM115 - stays open for the whole run
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append the metrics of ``step``; the line reaches the operating system before this returns."""

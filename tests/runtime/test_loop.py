@@ -215,4 +215,7 @@ def test_recompilation_in_a_run_is_reported(tmp_path, caplog):
 
     config = dataclasses.replace(BASE, total_steps=6, recompile_guard="warn")
     loop.run(Growing(), config, tmp_path)
-    assert "step 6: train_step compiled again: argument rows changed from float32[16, 4] to float16[16, 4]" in caplog.text
+    assert (
+        "step 6: train_step compiled again: argument rows changed from float32[16, 4] to float16[16, 4]"
+        in caplog.text
+    )

@@ -26,13 +26,17 @@ ROWS, WIDTH = 16, 4
 class Config:
     """Settings of the toy."""
 
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=0.05, schedule="cosine", warmup_steps=2, decay_steps=40)
+    optimizer: OptimizerConfig = OptimizerConfig(
+        learning_rate=0.05, schedule="cosine", warmup_steps=2, decay_steps=40
+    )
     noise: float = 0.1
     nan_at: int = -1
 
 
 class Toy:
-    """The data order lives in host state, the noise comes from the key in device state; the step donates its input."""
+    """The data order lives in host state, the noise comes from the key in device state; the step donates its
+    input.
+    """
 
     def __init__(self, config: Config = Config()):
         self.config = config
