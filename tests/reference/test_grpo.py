@@ -6,6 +6,7 @@ The directory is ``$JAXRL_REFERENCE_DIR/grpo`` (default: this folder). Files are
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pathlib
@@ -159,14 +160,9 @@ def run_length_bias(case: dict, dtype: str) -> Iterator[Comparison]:
             first = ops.compute_advantages(config, groups.reshape(-1), ids).reshape(size, size)[:, 0]
             mean_advantage = float(binomial @ first)
 
-            def loss(row_logp, mean_advantage=mean_advantage, aggregation=aggregation) -> jax.Array:
-                logp = jnp.zeros(mask.shape, dtype).at[:, 0].set(row_logp)
-                surrogate = ops.policy_loss(
-                    ops.PolicyLossConfig("reinforce"), logp, logp, jnp.full(longest, mean_advantage, dtype), mask
-                )
-                return ops.aggregate(aggregation, surrogate.per_token, jnp.asarray(mask), denominators)
-
-            direction[right] = -np.asarray(jax.grad(loss)(jnp.zeros(longest, dtype)), float)  # w A, per length
+            advantages = jnp.full(longest, mean_advantage, dtype)
+            gradient = _row_gradient(jnp.zeros(longest, dtype), advantages, jnp.asarray(mask), denominators, aggregation)
+            direction[right] = -np.asarray(gradient, float)  # w A, per length
         # E over the row itself; grad log p(row) = grad log P(right) + grad log P(length | right), G equal rows.
         score_right = {True: 1.0 - p, False: -p}
         chance = {True: p, False: 1.0 - p}
@@ -179,6 +175,14 @@ def run_length_bias(case: dict, dtype: str) -> Iterator[Comparison]:
             actual[name] = size * chance[r] * q * (direction[r] - q @ direction[r])
         for name, numbers in expected.items():
             yield f"{key}/{name}", actual[name], numbers
+
+
+@functools.partial(jax.jit, static_argnames="aggregation")
+@jax.grad
+def _row_gradient(row_logp, advantages, mask, denominators, aggregation):
+    logp = jnp.zeros(mask.shape, row_logp.dtype).at[:, 0].set(row_logp)
+    surrogate = ops.policy_loss(ops.PolicyLossConfig("reinforce"), logp, logp, advantages, mask)
+    return ops.aggregate(aggregation, surrogate.per_token, mask, denominators)
 
 
 def _choose(n: int, k: int) -> float:
@@ -248,27 +252,35 @@ def run_losses(case: dict, dtype: str) -> Iterator[Comparison]:
     only(case, {"name", "inputs", "expected"}, "case")
     only(case["inputs"], {"logp", "old_logp", "ref_logp", "sampling_logp", "mask", "adv"}, "inputs")
     x = {name: jnp.asarray(np.array(value), dtype) for name, value in case["inputs"].items()}
-    denominators = ops.count(x["mask"])
     for key, expected in case["expected"].items():
         only(expected, {"loss", "grad_logp"}, key)
-        config = loss_config(key)
+    configs = {key: loss_config(key) for key in case["expected"]}
 
-        def loss(logp: jax.Array, config: ops.LossConfig = config) -> jax.Array:
-            return ops.policy_objective(
-                config,
-                logp=logp,
-                advantages=x["adv"],
-                mask=x["mask"],
-                denominators=denominators,
-                old_logp=x["old_logp"],
-                ref_logp=x["ref_logp"] if config.kl_coef else None,
-                sampler_logp=x["sampling_logp"] if config.mismatch else None,
-            )[0]
+    # One compiled program for all keys: compilation dominates otherwise.
+    @jax.jit
+    def losses_and_gradients(x: dict[str, jax.Array]) -> dict[str, tuple[jax.Array, jax.Array]]:
+        return {key: jax.value_and_grad(_loss, argnums=1)(config, x["logp"], x) for key, config in configs.items()}
 
-        value, gradient = jax.value_and_grad(loss)(x["logp"])
+    results = losses_and_gradients(x)
+    for key, expected in case["expected"].items():
+        value, gradient = results[key]
         assert value.dtype == dtype, f"{key}: {value.dtype} instead of {dtype}"
         yield f"{key}/loss", value, expected["loss"]
         yield f"{key}/grad_logp", gradient, expected["grad_logp"]
+
+
+def _loss(config: ops.LossConfig, logp: jax.Array, x: dict[str, jax.Array]) -> jax.Array:
+    loss, _ = ops.policy_objective(
+        config,
+        logp=logp,
+        advantages=x["adv"],
+        mask=x["mask"],
+        denominators=ops.count(x["mask"]),
+        old_logp=x["old_logp"],
+        ref_logp=x["ref_logp"] if config.kl_coef else None,
+        sampler_logp=x["sampling_logp"] if config.mismatch else None,
+    )
+    return loss
 
 
 # KL
@@ -282,10 +294,18 @@ def run_kl(case: dict, dtype: str) -> Iterator[Comparison]:
         logp, ref_logp = jnp.asarray(case["logp"], dtype), jnp.asarray(case["ref_logp"], dtype)
         for key, expected in case["estimators"].items():
             only(expected, {"value", "grad_logp"}, key)
-            name = _KL_NAMES.get(key, key)
-            yield f"{key}/value", ops.kl_penalty(name, logp, ref_logp), expected["value"]
-            gradient = jax.grad(lambda lp, name=name: jnp.sum(ops.kl_penalty(name, lp, ref_logp)))(logp)
-            yield f"{key}/grad_logp", gradient, expected["grad_logp"]
+
+        @jax.jit
+        def values_and_gradients(logp: jax.Array) -> dict[str, tuple[jax.Array, jax.Array]]:
+            def one(key: str) -> tuple[jax.Array, jax.Array]:
+                value, pullback = jax.vjp(lambda lp: ops.kl_penalty(_KL_NAMES.get(key, key), lp, ref_logp), logp)
+                return value, pullback(jnp.ones_like(value))[0]
+
+            return {key: one(key) for key in case["estimators"]}
+
+        for key, (value, gradient) in values_and_gradients(logp).items():
+            yield f"{key}/value", value, case["estimators"][key]["value"]
+            yield f"{key}/grad_logp", gradient, case["estimators"][key]["grad_logp"]
     if "exact" in case:
         yield from _run_exact_kl(case["exact"], dtype)
 
@@ -295,18 +315,21 @@ def _run_exact_kl(exact: dict, dtype: str) -> Iterator[Comparison]:
     logits = jnp.asarray(exact["logits"], dtype)
     q = jax.nn.log_softmax(jnp.asarray(exact["ref_logits"], dtype))
 
+    @functools.partial(jax.jit, static_argnums=(1, 2))
+    @functools.partial(jax.value_and_grad, argnums=0)
     def mean(logits: jax.Array, name: str, differentiate_sampling: bool) -> jax.Array:
         logp = jax.nn.log_softmax(logits)
         p = jnp.exp(logp) if differentiate_sampling else jax.lax.stop_gradient(jnp.exp(logp))
         return jnp.sum(p * ops.kl_penalty(name, logp, q))
 
-    yield "kl", mean(logits, "k1", True), exact["kl"]
-    yield "grad_kl_logits", jax.grad(mean)(logits, "k1", True), exact["grad_kl_logits"]
+    value, gradient = mean(logits, "k1", True)
+    yield "kl", value, exact["kl"]
+    yield "grad_kl_logits", gradient, exact["grad_kl_logits"]
     for key, expected in exact["expect"].items():
         only(expected, {"mean_value", "mean_grad_logits"}, key)
-        name = _KL_NAMES.get(key, key)
-        yield f"{key}/mean_value", mean(logits, name, False), expected["mean_value"]
-        yield f"{key}/mean_grad_logits", jax.grad(mean)(logits, name, False), expected["mean_grad_logits"]
+        value, gradient = mean(logits, _KL_NAMES.get(key, key), False)
+        yield f"{key}/mean_value", value, expected["mean_value"]
+        yield f"{key}/mean_grad_logits", gradient, expected["mean_grad_logits"]
 
 
 # Sampler mismatch
