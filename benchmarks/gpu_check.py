@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -156,6 +157,90 @@ def log_probs(tiny: bool) -> Rows:
         ("dense", f"{measured['dense'][2] * 1e3:.2f} ms, {measured['dense'][3]:.0f} MiB of temporaries"),
         ("largest value difference", f"{gap:.1e}"),
         ("relative gradient difference", f"{grad_gap:.1e}"),
+    ]
+
+
+def _language_model(tiny: bool, **changes: str) -> Any:
+    """A Qwen2.5-0.5B-shaped model, or a small one of the same family (biases, grouped queries, tied head)."""
+    from jaxrl.models import PRESETS, LanguageModel
+
+    config = PRESETS["Qwen/Qwen2.5-0.5B-Instruct"]
+    if tiny:
+        small = {"vocab_size": 512, "d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+        config = config.replace(**small, head_dim=16, d_ff=128)
+    return LanguageModel(config.replace(**changes))
+
+
+@check("sampler", limit_s=180)
+def sampler(tiny: bool) -> Rows:
+    """Speed of the slot engine, recompilations when the load changes, and its log-probs against the trainer's."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from benchmarks.peers.compile_counter import CompileCounter
+    from jaxrl.ops.logprobs import token_logprobs
+    from jaxrl.rollout import Engine, EngineConfig, Request, SamplingParams
+
+    prompts, samples, prompt, new = (2, 2, 8, 16) if tiny else (32, 4, 256, 512)
+    # The same model in float32 would agree to 1e-5; bfloat16 has 8 bits of mantissa, and other shapes round otherwise.
+    dtype, limit = ("float32", 1e-4) if tiny else ("bfloat16", 0.1)
+    model = _language_model(tiny, dtype=dtype, param_dtype=dtype, scan_layers=False)
+    params = model.init(jax.random.key(0))
+    config = EngineConfig(
+        max_prompt_len=prompt, max_len=prompt + new, slots=prompts * samples, eos_token_ids=()
+    )
+    engine = Engine(model, config)
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (prompts, prompt))
+    counter = CompileCounter()
+
+    def generate(seed: int, count: int = prompts, temperature: float = 1.0) -> tuple[list[Any], float]:
+        settings = SamplingParams(max_tokens=new, temperature=temperature)
+        requests = [Request(ids[p], p, s, settings) for p in range(count) for s in range(samples)]
+        start = time.perf_counter()
+        completions = engine.generate(params, requests, jax.random.key(seed))
+        return completions, time.perf_counter() - start
+
+    _, first = generate(0)
+    compiled_first = counter.take()[0]
+    seconds = statistics.median(generate(seed)[1] for seed in range(1, 4))
+    generate(4, count=prompts // 2)
+    generate(5, temperature=0.7)
+    recompiled = counter.take()[0]
+    completions, _ = generate(6)
+
+    tokens = np.concatenate(
+        [np.repeat(ids, samples, 0), np.stack([c.token_ids for c in completions])], axis=1
+    )
+    mask = np.broadcast_to(np.arange(prompt + new) >= prompt, tokens.shape)
+
+    @jax.jit
+    def score(params: Any, tokens: jax.Array, mask: jax.Array) -> jax.Array:
+        hidden = model.forward(params, tokens[:, :-1]).hidden
+        return token_logprobs(hidden, model.head(params), tokens[:, 1:], mask[:, 1:])[0][:, prompt - 1 :]
+
+    rows = samples * 2  # a few rows at a time: only their log-probs are wanted here
+    parts = [
+        score(params, jnp.asarray(tokens[i : i + rows]), jnp.asarray(mask[i : i + rows]))
+        for i in range(0, len(tokens), rows)
+    ]
+    gap = np.abs(np.concatenate(parts) - np.stack([c.logprobs for c in completions]))
+    if recompiled:
+        raise AssertionError(f"{recompiled} programs were compiled after another batch size and temperature")
+    if gap.mean() > limit:
+        raise AssertionError(
+            f"rollout and trainer log-probs differ by {gap.mean():.1e} on average, limit {limit:.0e}"
+        )
+    total = prompts * samples * new
+    return [
+        ("model", f"{model.config.num_parameters() / 1e6:.1f} M parameters, {dtype}"),
+        (f"{prompts} prompts x {samples} samples, {prompt} + {new} tokens", f"{seconds:.2f} s"),
+        ("sampled tokens/s", f"{total / seconds:,.0f}"),
+        ("time per decode step", f"{seconds / new * 1e3:.2f} ms"),
+        ("first call, with compilation", f"{first:.1f} s, {compiled_first} programs"),
+        ("compiled after another batch size and temperature", str(recompiled)),
+        ("rollout vs trainer log-prob gap", f"mean {gap.mean():.1e}, max {gap.max():.1e}"),
+        ("peak memory", peak_memory()),
     ]
 
 

@@ -72,6 +72,7 @@ def table(figures: dict[str, Any], args: argparse.Namespace) -> str:
     names = list(figures)
     tokens = args.rows * args.new
     seconds = arena.medians({name: figures[name]["timed"] for name in names}, "seconds")
+    cpu = arena.medians({name: figures[name]["timed"] for name in names}, "cpu_seconds")
     spread = {name: [item["seconds"] for item in figures[name]["timed"]] for name in names}
     steady_compiles = {name: sum(item["compiles"] for item in figures[name]["timed"]) for name in names}
 
@@ -90,7 +91,9 @@ def table(figures: dict[str, Any], args: argparse.Namespace) -> str:
         ),
         ("s, fastest to slowest", each(lambda name: f"{min(spread[name]):.3f} to {max(spread[name]):.3f}")),
         ("tokens/s", each(lambda name: f"{tokens / seconds[name]:,.0f}")),
-        ("speed-up of jaxrl", each(lambda name: f"{seconds[name] / seconds['jaxrl']:.2f}x")),
+        ("time relative to jaxrl", each(lambda name: f"{seconds[name] / seconds['jaxrl']:.2f}x")),
+        ("processor seconds (all threads), median", each(lambda name: f"{cpu[name]:.3f}")),
+        ("processor time relative to jaxrl", each(lambda name: f"{cpu[name] / cpu['jaxrl']:.2f}x")),
         ("first call, with compilation, s", each(lambda name: f"{figures[name]['first']['seconds']:.2f}")),
         ("programs compiled in the first call", each(lambda name: str(figures[name]["first"]["compiles"]))),
         ("programs compiled in the second call", each(lambda name: str(figures[name]["second"]["compiles"]))),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import compile_counter
@@ -50,11 +49,11 @@ def generate(prompts: list[list[int]], samples: int, new: int, temperature: floa
 def sample(prompts: list[list[int]], samples: int, new: int, temperature: float, seed: int) -> dict[str, Any]:
     """Sample ``samples`` completions per prompt; seconds of the whole call."""
     COMPILES.take()
-    start = time.perf_counter()
+    start = protocol.clock()
     tokens = [
         completion.token_ids.tolist() for completion in generate(prompts, samples, new, temperature, seed)
     ]
-    return {"seconds": time.perf_counter() - start, "compiles": COMPILES.take()[0], "tokens": tokens}
+    return {**protocol.since(start), "compiles": COMPILES.take()[0], "tokens": tokens}
 
 
 def gap(prompts: list[list[int]], samples: int, new: int, temperature: float, seed: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
@@ -95,6 +96,17 @@ def serve(handlers: dict[str, Handler]) -> None:
             reply = {"ok": False, "error": traceback.format_exc()}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
+
+
+def clock() -> tuple[float, float]:
+    """Wall time and processor time of this process, all its threads together, in seconds."""
+    return time.perf_counter(), time.process_time()
+
+
+def since(start: tuple[float, float]) -> dict[str, float]:
+    """Wall seconds and processor seconds since ``clock()``; the second hardly depends on what else is running."""
+    now = clock()
+    return {"seconds": now[0] - start[0], "cpu_seconds": now[1] - start[1]}
 
 
 def memory(reset: bool = False) -> dict[str, Any]:

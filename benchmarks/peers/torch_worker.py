@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from typing import Any
 
 import protocol
@@ -95,10 +94,9 @@ def generate(
 
 def sample(prompts: list[list[int]], samples: int, new: int, temperature: float, seed: int) -> dict[str, Any]:
     """Sample ``samples`` completions per prompt; seconds of the whole call."""
-    start = time.perf_counter()
+    start = protocol.clock()
     tokens = generate(prompts, samples, new, temperature, seed)
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "compiles": 0, "tokens": tokens[:, len(prompts[0]) :].tolist()}
+    return {**protocol.since(start), "compiles": 0, "tokens": tokens[:, len(prompts[0]) :].tolist()}
 
 
 def gap(prompts: list[list[int]], samples: int, new: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -151,14 +149,14 @@ def train_step(tokens: list[list[int]], prompt: int, advantages: list[float]) ->
         "advantages": torch.tensor(advantages),
         "num_items_in_batch": torch.tensor(float(completion.numel())),
     }
-    start = time.perf_counter()
+    start = protocol.clock()
     loss = grpo.compute_loss(model, batch)
     grpo.accelerator.backward(loss)
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     grpo.optimizer.step()
     grpo.optimizer.zero_grad()
     result = {"loss": loss.item(), "grad_norm": grad_norm.item()}
-    return {**result, "seconds": time.perf_counter() - start, "compiles": 0}
+    return {**result, **protocol.since(start), "compiles": 0}
 
 
 if __name__ == "__main__":

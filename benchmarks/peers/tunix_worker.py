@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 import json
 import pathlib
-import time
 from typing import Any
 
 import compile_counter
@@ -96,10 +95,10 @@ def generate(prompts: list[list[int]], samples: int, new: int, temperature: floa
 def sample(prompts: list[list[int]], samples: int, new: int, temperature: float, seed: int) -> dict[str, Any]:
     """Sample ``samples`` completions per prompt; seconds of the whole call, text handling included (microseconds)."""
     COMPILES.take()
-    start = time.perf_counter()
+    start = protocol.clock()
     output = generate(prompts, samples, new, temperature, seed)
     tokens = [np.asarray(row).tolist() for row in output.tokens]
-    return {"seconds": time.perf_counter() - start, "compiles": COMPILES.take()[0], "tokens": tokens}
+    return {**protocol.since(start), "compiles": COMPILES.take()[0], "tokens": tokens}
 
 
 def gap(prompts: list[list[int]], samples: int, new: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -160,7 +159,7 @@ def train_step(tokens: list[list[int]], prompt: int, advantages: list[float]) ->
     ids = np.asarray(tokens, np.int32)
     completion = ids[:, prompt:]
     COMPILES.take()
-    start = time.perf_counter()
+    start = protocol.clock()
     example = grpo_learner.TrainExample(
         prompt_ids=jnp.asarray(ids[:, :prompt]),
         prompt_mask=jnp.ones((ids.shape[0], prompt), bool),
@@ -173,7 +172,7 @@ def train_step(tokens: list[list[int]], prompt: int, advantages: list[float]) ->
     loss, _, grad_norm = State["train_step"](example)
     jax.block_until_ready(nnx.state(State["model"], nnx.Param))
     result = {"loss": float(loss), "grad_norm": float(grad_norm)}
-    return {**result, "seconds": time.perf_counter() - start, "compiles": COMPILES.take()[0]}
+    return {**result, **protocol.since(start), "compiles": COMPILES.take()[0]}
 
 
 if __name__ == "__main__":
