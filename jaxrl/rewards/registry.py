@@ -130,10 +130,17 @@ def bind(name: str, kwargs: Mapping[str, Any]) -> RewardFn:
             known = list(signature.parameters)
             hint = near_misses(key, known) if known else "it takes none"
             raise ConfigError(f"reward {name!r} takes no argument {key!r}; {hint}")
-    try:
-        signature.bind(**kwargs)
-    except TypeError as error:
-        raise ConfigError(f"reward {name!r}: {error}; add it to the reward's kwargs") from error
+    missing = [
+        key
+        for key, parameter in signature.parameters.items()
+        if parameter.default is parameter.empty
+        and parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        and key not in kwargs
+    ]
+    if missing:
+        raise ConfigError(
+            f"reward {name!r} needs {', '.join(map(repr, missing))}; add it to the reward's kwargs"
+        )
     return factory(**kwargs)
 
 

@@ -145,7 +145,7 @@ def test_finished():
         ("number_match", {"wich": "last"}, "no argument 'wich'; did you mean 'which'"),
         ("number_match", {"which": "middle"}, "which='middle'"),
         ("number_match", {"tolerance": -1}, "tolerance=-1"),
-        ("regex_format", {}, "missing a required argument: 'pattern'"),
+        ("regex_format", {}, "'regex_format' needs 'pattern'"),
         ("regex_format", {"pattern": "("}, "no regular expression"),
         ("length", {"max_length": 3}, "both or neither"),
         ("length", {"max_length": 3, "buffer": 4}, "buffer=4"),

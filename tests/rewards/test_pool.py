@@ -101,6 +101,13 @@ def test_order_is_that_of_the_rows(pool):
     )
 
 
+def test_submit_does_not_wait(pool):
+    rewards = RewardSet([isolated(time_limit=1.0)], pool=pool)
+    pending = [rewards.submit(row(text)) for text in ("hang", "2")]
+    assert not pending[0].futures[0].done()
+    np.testing.assert_array_equal(rewards.collect(pending).R[:, 0], [np.nan, 2])
+
+
 def test_cancelled_row_must_not_be_collected(pool):
     rewards = RewardSet([isolated()], pool=pool)
     pending = rewards.submit(row("hang"))
