@@ -144,7 +144,8 @@ class Checkpointer:
             )
         reasons = "; ".join(f"step {step}: {problem}" for step, problem in broken.items())
         raise CheckpointError(
-            f"no checkpoint in {self._folder} can be read ({reasons or 'there is none'}); choose another run folder"
+            f"no checkpoint in {self._folder} can be read ({reasons or 'there is none'}); "
+            "choose another run folder"
         )
 
     def best_step(self) -> int | None:
@@ -170,8 +171,8 @@ class Checkpointer:
         changed = [path for path in leaves if leaves[path]["checksum"] != saved[path]["checksum"]]
         if changed:
             raise CheckpointError(
-                f"{changed[0]} has changed since the first checkpoint, but arrays under '{FROZEN}' are saved only once; "
-                "keep arrays that change outside of it"
+                f"{changed[0]} has changed since the first checkpoint, but arrays under '{FROZEN}' are saved "
+                "only once; keep arrays that change outside of it"
             )
 
     def _restore_arrays(self, step: int, record: dict[str, Any], template: RunState) -> RunState:
@@ -375,8 +376,8 @@ class _Store:
             else "check the folder"
         )
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self._directory} ({_first_line(error)}); "
-            f"earlier checkpoints are intact; {remedy}"
+            f"the checkpoint of step {step} could not be written to {self._directory} "
+            f"({_first_line(error)}); earlier checkpoints are intact; {remedy}"
         )
 
     def _reset(self) -> None:

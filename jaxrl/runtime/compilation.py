@@ -44,7 +44,7 @@ class Recompilation:
         if self.changes:
             return f"{self.function} compiled again: " + "; ".join(self.changes)
         if self.watched:
-            return f"{self.function} compiled again for arguments it knows: a global setting or its closure changed"
+            return f"{self.function} compiled again for known arguments: a global setting changed"
         return f"{self.function} compiled again; make it with compilation.jit to see which argument changed"
 
 

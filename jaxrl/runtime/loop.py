@@ -236,9 +236,8 @@ class _Run:
         if self.log is not None:
             self.log.sync()
         with self.guard.expected():
-            self._tolerant(
-                self.checkpointer.wait
-            )  # a failed earlier write must not keep this one from being tried
+            # A failed earlier write must not keep this one from being tried.
+            self._tolerant(self.checkpointer.wait)
             self._tolerant(lambda: self.checkpointer.save(self.state, self.step, row))
             if last:
                 self._tolerant(self.checkpointer.wait)
@@ -275,9 +274,10 @@ class _Run:
         logger.error("the last good state is saved as the checkpoint of step %d", self.step)
 
     def _interrupt(self, number: int) -> None:
+        saved = "saved" if self.step in self.checkpointer.steps else "not saved (see above)"
         message = (
             f"stopped by {signal.Signals(number).name} after step {self.step} of {self.config.total_steps}; "
-            f"saved in {self.folder.path}; run the same command to go on"
+            f"{saved} in {self.folder.path}; run the same command to go on"
         )
         logger.warning("%s", message)
         raise Interrupted(number, message)

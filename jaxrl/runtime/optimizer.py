@@ -43,7 +43,8 @@ class OptimizerConfig:
     )
     learning_rates: tuple[tuple[str, float], ...] = field(
         (),
-        "(regex, peak learning rate) pairs searched in parameter paths such as 'layers/0/attn/q/lora_a'; first match wins",
+        "(regex, peak learning rate) pairs; a regex is searched in paths such as 'layers/0/attn/q/lora_a', "
+        "the first that is found wins",
     )
 
     def validate(self) -> None:
@@ -62,8 +63,8 @@ class OptimizerConfig:
             self.decay_steps is None or self.decay_steps <= self.warmup_steps
         ):
             raise ConfigError(
-                f"schedule={self.schedule!r} with decay_steps={self.decay_steps}, warmup_steps={self.warmup_steps}; "
-                "set decay_steps above warmup_steps (usually the number of optimizer steps of the run)"
+                f"schedule={self.schedule!r} with decay_steps={self.decay_steps}, warmup_steps="
+                f"{self.warmup_steps}; set decay_steps above warmup_steps (usually to the optimizer steps of the run)"
             )
         if self.weight_decay and self.name in ("adam", "sgd", "adafactor"):
             raise ConfigError(
@@ -167,8 +168,8 @@ def _labels(config: OptimizerConfig, params: Any) -> Any:
     if idle:
         example = _name(next(iter(jax.tree_util.tree_leaves_with_path(params)))[0])
         raise ConfigError(
-            f"learning_rates: {idle[0]!r} selects no trainable parameter that an earlier pattern has not taken; "
-            f"paths look like {example!r}"
+            f"learning_rates: {idle[0]!r} selects no trainable parameter that an earlier pattern has not "
+            f"taken; paths look like {example!r}"
         )
     return labels
 

@@ -64,7 +64,7 @@ class RunConfig:
         if self.keep_best is not None and self.keep_best.startswith("eval/") and not evaluated:
             raise ConfigError(
                 f"keep_best={self.keep_best!r} needs an evaluation at each checkpoint, but eval_every="
-                f"{self.eval_every} and checkpoint_every={self.checkpoint_every}; make checkpoint_every a multiple "
-                "of eval_every"
+                f"{self.eval_every} and checkpoint_every={self.checkpoint_every}; make checkpoint_every a "
+                "multiple of eval_every"
             )
         parse_steps(self.profile_steps)

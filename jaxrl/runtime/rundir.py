@@ -68,7 +68,7 @@ class RunDir:
             holder = lock.read().strip()
             lock.close()
             raise ConfigError(
-                f"run_dir {self.path} is in use by process {holder or '?'}; stop that run or choose another run_dir"
+                f"run_dir {self.path} is in use by process {holder or '?'}; stop that run or choose another"
             ) from error
         except OSError as error:  # file systems without locks (some NFS mounts)
             logger.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import sys
@@ -33,6 +34,27 @@ class Config:
     nan_at: int = -1
 
 
+@functools.cache  # compiled once for all tests
+def compiled_step(config: Config) -> compilation.WatchedFunction:
+    """Jitted step of a configuration; donates the state."""
+    optimizer = make_optimizer(config.optimizer)
+
+    def train_step(state: TrainState, rows: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+        noise = config.noise * jax.random.normal(jax.random.fold_in(state.key, state.step), (ROWS, 1))
+
+        def loss(params: Any) -> jax.Array:
+            x = rows @ state.frozen["base"]["kernel"]
+            y = rows.sum(axis=1, keepdims=True) + noise
+            return jnp.mean((x @ params["linear"]["kernel"] + params["linear"]["bias"] - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(jnp.add, state.params, updates)
+        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), {"loss": value}
+
+    return compilation.jit(train_step, donate_argnums=0)
+
+
 class Toy:
     """The data order lives in host state, the noise comes from the key in device state; the step donates its
     input.
@@ -41,7 +63,7 @@ class Toy:
     def __init__(self, config: Config = Config()):
         self.config = config
         self.optimizer = make_optimizer(config.optimizer)
-        self._step = compilation.jit(self._train_step, donate_argnums=0, name="train_step")
+        self._step = compiled_step(config)
         self.hook: Any = None
 
     def init(self, key: jax.Array) -> RunState:
@@ -50,19 +72,6 @@ class Toy:
         frozen = {"base": {"kernel": jax.random.normal(frozen_key, (WIDTH, WIDTH))}}
         state = TrainState.create(params, self.optimizer, run_key, frozen)
         return RunState(state, {"position": 0, "baseline": 0.0, "order": [3, 1, 2]})
-
-    def _train_step(self, state: TrainState, rows: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
-        noise = self.config.noise * jax.random.normal(jax.random.fold_in(state.key, state.step), (ROWS, 1))
-
-        def loss(params: Any) -> jax.Array:
-            x = rows @ state.frozen["base"]["kernel"]
-            y = rows.sum(axis=1, keepdims=True) + noise
-            return jnp.mean((x @ params["linear"]["kernel"] + params["linear"]["bias"] - y) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(jnp.add, state.params, updates)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), {"loss": value}
 
     def step(self, state: RunState) -> tuple[RunState, dict[str, Any]]:
         position = state.host["position"]
