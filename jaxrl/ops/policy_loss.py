@@ -171,11 +171,14 @@ def _ppo_clip(config: PolicyLossConfig, x: _Inputs) -> PolicyLoss:
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     clipped_low = (x.advantages < 0) & (ratio < low)
     clipped_high = (x.advantages > 0) & (ratio > high)
-    used = jnp.where(clipped_low, low, jnp.where(clipped_high, high, ratio))
-    dual = jnp.zeros(used.shape, bool)
+    bound = jnp.where(clipped_low, low, high).astype(ratio.dtype)
+    dual = jnp.zeros(clipped_low.shape, bool)
     if config.dual_clip is not None:
-        dual = (x.advantages < 0) & (used > config.dual_clip)
-        used = jnp.where(dual, config.dual_clip, used)
+        dual = (x.advantages < 0) & (jnp.where(clipped_low, bound, ratio) > config.dual_clip)
+        bound = jnp.where(dual, config.dual_clip, bound)
+    stopped = clipped_low | clipped_high | dual
+    # The exponent is replaced, not only the ratio: an overflowing ratio would turn its zero gradient into nan.
+    used = jnp.where(stopped, bound, jnp.exp(jnp.where(stopped, 0, x.log_ratio)))
     return PolicyLoss(-x.advantages * used, ratio, clipped_low, clipped_high, dual)
 
 
