@@ -65,12 +65,16 @@ def gguf_config(reader: Any) -> ModelConfig:
 
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in tensors:
-        raise ModelLoadError(f"{where} has no tensor token_embd.weight; give a file of a whole language model")
+        raise ModelLoadError(
+            f"{where} has no tensor token_embd.weight; give a file of a whole language model"
+        )
     d_model, heads = need("embedding_length"), need("attention.head_count")
     head_dim = metadata(reader, f"{arch}.attention.key_length", d_model // heads)
     rotated = metadata(reader, f"{arch}.rope.dimension_count", head_dim)
     if rotated != head_dim:
-        raise ModelLoadError(f"{where} rotates {rotated} of {head_dim} dimensions of a head; only full rotary is supported")
+        raise ModelLoadError(
+            f"{where} rotates {rotated} of {head_dim} dimensions of a head; only full rotary is supported"
+        )
     return ModelConfig(
         vocab_size=int(tensors["token_embd.weight"].shape[1]),
         d_model=d_model,
@@ -100,13 +104,17 @@ def _rope_scaling(reader: Any, arch: str, tensors: dict[str, Any]) -> RopeScalin
     if kind == "none":
         return None
     if kind not in ("linear", "yarn"):
-        raise ModelLoadError(f"{reader.path} has rotary scaling {kind!r}; supported in GGUF files are linear and yarn")
+        raise ModelLoadError(
+            f"{reader.path} has rotary scaling {kind!r}; supported in GGUF files are linear and yarn"
+        )
     factor = float(metadata(reader, f"{arch}.rope.scaling.factor", 1.0))
     original = metadata(reader, f"{arch}.rope.scaling.original_context_length")
     if kind == "linear":
         return RopeScaling("linear", factor)
     if original is None:
-        raise ModelLoadError(f"{reader.path} has yarn scaling without {arch}.rope.scaling.original_context_length")
+        raise ModelLoadError(
+            f"{reader.path} has yarn scaling without {arch}.rope.scaling.original_context_length"
+        )
     return RopeScaling("yarn", factor, original_max_position=original)
 
 
@@ -122,15 +130,22 @@ class GGUFWeights:
         self._heads = {}
         if metadata(reader, "general.architecture") == "llama":
             heads = metadata(reader, "llama.attention.head_count")
-            self._heads = {"attn_q": heads, "attn_k": metadata(reader, "llama.attention.head_count_kv", heads)}
+            self._heads = {
+                "attn_q": heads,
+                "attn_k": metadata(reader, "llama.attention.head_count_kv", heads),
+            }
         # GGUF lists the fastest dimension first.
-        self.shapes = {name: tuple(int(n) for n in tensor.shape[::-1]) for name, tensor in self._tensors.items()}
+        self.shapes = {
+            name: tuple(int(n) for n in tensor.shape[::-1]) for name, tensor in self._tensors.items()
+        }
 
     def open(self, name: str) -> np.ndarray:
         tensor = self._tensors[name]
         data = np.asarray(tensor.data)  # a plain view: indexing an np.memmap is slow
         heads = self._heads.get(name.split(".")[-2])
-        if heads is not None:  # Rows are whole quantised units, so they can be put in order before dequantising.
+        if (
+            heads is not None
+        ):  # Rows are whole quantised units, so they can be put in order before dequantising.
             data = data.reshape(heads, data.shape[0] // heads // 2, 2, *data.shape[1:]).swapaxes(1, 2)
             data = np.ascontiguousarray(data).reshape(tensor.data.shape)
         try:

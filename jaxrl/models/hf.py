@@ -45,7 +45,9 @@ def hf_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
 
     def need(key: str) -> Any:
         if raw.get(key) is None:
-            raise ModelLoadError(f"{where} lacks {key!r}; it does not describe a language model of this family")
+            raise ModelLoadError(
+                f"{where} lacks {key!r}; it does not describe a language model of this family"
+            )
         return raw[key]
 
     def refuse(condition: Any, what: str) -> None:
@@ -84,14 +86,22 @@ def _read_rope(raw: dict[str, Any], where: str) -> tuple[float, RopeScaling | No
     theta = float(rope.get("rope_theta", raw.get("rope_theta", 10000.0)))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelLoadError(f"{where}: partial_rotary_factor is not supported; choose a model with full rotary")
+        raise ModelLoadError(
+            f"{where}: partial_rotary_factor is not supported; choose a model with full rotary"
+        )
     if kind == "default":
         return theta, None
     if kind not in ("linear", "llama3", "yarn"):
-        raise ModelLoadError(f"{where}: rope_type={kind!r} is not supported; supported are default, linear, llama3, yarn")
-    odd = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)] + ["truncate"] * (rope.get("truncate") is False)
+        raise ModelLoadError(
+            f"{where}: rope_type={kind!r} is not supported; supported are default, linear, llama3, yarn"
+        )
+    odd = [key for key in ("mscale", "mscale_all_dim") if rope.get(key)] + ["truncate"] * (
+        rope.get("truncate") is False
+    )
     if odd:
-        raise ModelLoadError(f"{where}: yarn option {', '.join(odd)} is not supported; choose a model without it")
+        raise ModelLoadError(
+            f"{where}: yarn option {', '.join(odd)} is not supported; choose a model without it"
+        )
     renamed = {
         "factor": "factor",
         "original_max_position": "original_max_position_embeddings",
@@ -105,7 +115,9 @@ def _read_rope(raw: dict[str, Any], where: str) -> tuple[float, RopeScaling | No
     if "factor" not in values:
         raise ModelLoadError(f"{where}: rope_type={kind!r} without 'factor'; add it to the rotary settings")
     if kind != "linear" and "original_max_position" not in values:
-        values["original_max_position"] = raw.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+        values["original_max_position"] = (
+            raw.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+        )
     return theta, RopeScaling(kind, **values)
 
 
@@ -116,9 +128,13 @@ def family_of(config: ModelConfig) -> str:
       ModelLoadError: no supported family does.
     """
     if not config.causal:
-        raise ModelLoadError("a bidirectional model (causal=False) has no Hugging Face class here; keep the checkpoint")
+        raise ModelLoadError(
+            "a bidirectional model (causal=False) has no Hugging Face class here; keep the checkpoint"
+        )
     if config.qk_norm and config.qkv_bias:
-        raise ModelLoadError("no supported Hugging Face family has both qk_norm and qkv_bias; keep the checkpoint")
+        raise ModelLoadError(
+            "no supported Hugging Face family has both qk_norm and qkv_bias; keep the checkpoint"
+        )
     return "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "llama"
 
 
@@ -163,7 +179,10 @@ def _write_rope(scaling: RopeScaling | None) -> dict[str, Any] | None:
     rope: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind != "linear":
         rope["original_max_position_embeddings"] = scaling.original_max_position
-    keys = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
+    keys = {
+        "llama3": ("low_freq_factor", "high_freq_factor"),
+        "yarn": ("beta_fast", "beta_slow", "attention_factor"),
+    }
     rope.update({key: getattr(scaling, key) for key in keys.get(scaling.kind, ())})
     return {key: value for key, value in rope.items() if value is not None}
 
@@ -191,17 +210,25 @@ class SafetensorsDirectory:
         self._index = {}
         if (directory / SINGLE).is_file():
             return [SINGLE]
-        others = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors"))
+        others = sorted(
+            p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".safetensors")
+        )
         found = f"; found only {', '.join(others[:4])}" if others else ""
-        raise ModelLoadError(f"{directory} has neither {SINGLE} nor {INDEX}{found}; download or convert the safetensors")
+        raise ModelLoadError(
+            f"{directory} has neither {SINGLE} nor {INDEX}{found}; download or convert the safetensors"
+        )
 
     def _add(self, path: pathlib.Path) -> None:
         if not path.is_file():
-            raise ModelLoadError(f"{INDEX} names the shard {path}, which does not exist; complete the download")
+            raise ModelLoadError(
+                f"{INDEX} names the shard {path}, which does not exist; complete the download"
+            )
         try:
             handle = self._safetensors.safe_open(str(path), "numpy")
         except self._safetensors.SafetensorError as error:
-            raise ModelLoadError(f"{path} is not a readable safetensors file ({error}); download it again") from error
+            raise ModelLoadError(
+                f"{path} is not a readable safetensors file ({error}); download it again"
+            ) from error
         for name in handle.keys():  # noqa: SIM118 (a safe_open is not iterable)
             view = handle.get_slice(name)
             if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
@@ -212,7 +239,9 @@ class SafetensorsDirectory:
             self._handles[name] = handle
         lost = sorted(n for n, file in self._index.items() if file == path.name and n not in self.shapes)
         if lost:
-            raise ModelLoadError(f"{path} lacks {', '.join(lost[:5])}, which {INDEX} places there; download it again")
+            raise ModelLoadError(
+                f"{path} lacks {', '.join(lost[:5])}, which {INDEX} places there; download it again"
+            )
 
     def open(self, name: str) -> Any:
         return self._handles[name].get_slice(name)
@@ -286,11 +315,12 @@ def save_hf(
       FileExistsError: the target has content and ``overwrite`` is False.
       ModelLoadError: no Hugging Face family computes what this model computes.
     """
-    directory = pathlib.Path(directory)
+    directory = pathlib.Path(directory).absolute()
     if directory.exists() and not overwrite and (not directory.is_dir() or any(directory.iterdir())):
         raise FileExistsError(f"{directory} already exists; choose another directory or pass overwrite=True")
     raw = to_hf_config(model.config, dtype, tokenizer)
     model, params = merge_lora(model, params)
+    _sync("save_hf: every host has checked the target")
     temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:8]}")
     writes = jax.process_index() == 0
     if writes:
@@ -299,9 +329,13 @@ def save_hf(
         _write_weights(temporary, model, params, dtype, max_shard_gb, writes)
         if writes:
             (temporary / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-            generation = {"do_sample": True, **_special_ids(tokenizer)}
-            (temporary / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+            for weights in temporary.glob(
+                "*.safetensors"
+            ):  # safetensors makes files that only their owner can read
+                shutil.copymode(temporary / "config.json", weights)
             if tokenizer is not None:
+                generation = json.dumps(_special_ids(tokenizer), indent=2)
+                (temporary / "generation_config.json").write_text(generation + "\n")
                 tokenizer.save_pretrained(str(temporary))
             if directory.exists():
                 shutil.rmtree(directory)
@@ -309,11 +343,24 @@ def save_hf(
     finally:
         if writes:
             shutil.rmtree(temporary, ignore_errors=True)
+    _sync("save_hf: written")
     return directory
 
 
+def _sync(what: str) -> None:
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(what)
+
+
 def _write_weights(
-    directory: pathlib.Path, model: LanguageModel, params: Params, dtype: str, max_shard_gb: float, writes: bool
+    directory: pathlib.Path,
+    model: LanguageModel,
+    params: Params,
+    dtype: str,
+    max_shard_gb: float,
+    writes: bool,
 ) -> None:
     save_file = require("safetensors.numpy", "hf").save_file
     flat = flatten_dict(params)

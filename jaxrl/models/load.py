@@ -51,7 +51,9 @@ class ModelSource:
     def validate(self) -> None:
         given = [name for name in ("source", "preset", "architecture") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ConfigError(f"a model needs exactly one of source, preset, architecture; got {given or 'none'}")
+            raise ConfigError(
+                f"a model needs exactly one of source, preset, architecture; got {given or 'none'}"
+            )
         if self.preset is not None and self.preset not in PRESETS:
             raise ConfigError(f"preset {self.preset!r} is unknown; known are {', '.join(PRESETS)}")
 
@@ -117,8 +119,15 @@ def resolve(source: str) -> pathlib.Path:
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
     if path.is_file():
-        raise ModelLoadError(f"{path} is a file but not a .gguf; give the directory that holds it and its config.json")
-    if path.suffix == ".gguf" or path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
+        raise ModelLoadError(
+            f"{path} is a file but not a .gguf; give the directory that holds it and its config.json"
+        )
+    if (
+        path.suffix == ".gguf"
+        or path.is_absolute()
+        or source.startswith((".", "~"))
+        or source.count("/") != 1
+    ):
         raise ModelLoadError(
             f"{source!r} does not exist; give a directory, a .gguf file, package:NAME, or a hub id owner/name"
         )
@@ -150,7 +159,12 @@ def _from_hub(source: str) -> pathlib.Path:
                 allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
             )
         )
-    except (hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, hub.errors.HFValidationError, OSError) as error:
+    except (
+        hub.errors.HfHubHTTPError,
+        hub.errors.LocalEntryNotFoundError,
+        hub.errors.HFValidationError,
+        OSError,
+    ) as error:
         raise ModelLoadError(
             f"{source!r} is not a local path, and could not be had from the hub ({type(error).__name__}: {error}); "
             "check the name and the network, or download it elsewhere and give its directory"

@@ -35,7 +35,9 @@ def merge_lora(model: LanguageModel, params: Params) -> tuple[LanguageModel, Par
         out = {name: merge(value) for name, value in tree.items() if name not in ADAPTER_LEAVES}
         if "lora_a" in tree:
             wide = jnp.promote_types(tree["kernel"].dtype, jnp.float32)
-            product = jnp.matmul(tree["lora_a"].astype(wide), tree["lora_b"].astype(wide), precision="highest")
+            product = jnp.matmul(
+                tree["lora_a"].astype(wide), tree["lora_b"].astype(wide), precision="highest"
+            )
             out["kernel"] = (tree["kernel"].astype(wide) + scale * product).astype(tree["kernel"].dtype)
         return out
 

@@ -64,12 +64,16 @@ def load_tokenizer(source: str | os.PathLike[str] | Any) -> Any:
     if path.suffix == ".gguf":
         return _from_gguf(open_gguf(path))
     if not (path / "tokenizer.json").is_file():
-        raise ModelLoadError(f"{path} holds no tokenizer.json; give a directory that was saved with a fast tokenizer")
+        raise ModelLoadError(
+            f"{path} holds no tokenizer.json; give a directory that was saved with a fast tokenizer"
+        )
     transformers = require("transformers", "hf")
     try:
         return transformers.PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception for a malformed file
-        raise ModelLoadError(f"the tokenizer in {path} cannot be read ({error}); save or download it again") from error
+        raise ModelLoadError(
+            f"the tokenizer in {path} cannot be read ({error}); save or download it again"
+        ) from error
 
 
 def tokenizer_size(tokenizer: Tokenizer) -> int:
@@ -94,7 +98,9 @@ def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
     for name in ("eos_token_id", "pad_token_id"):
         value = getattr(tokenizer, name)
         if value is not None and not 0 <= value < config.vocab_size:
-            raise ModelLoadError(f"{name}={value} of the tokenizer is outside the model's vocabulary of {config.vocab_size}")
+            raise ModelLoadError(
+                f"{name}={value} of the tokenizer is outside the model's vocabulary of {config.vocab_size}"
+            )
 
 
 def _from_gguf(reader: Any) -> Any:
@@ -135,7 +141,9 @@ def _from_gguf(reader: Any) -> Any:
     bos, eos = get("bos_token_id"), get("eos_token_id")
     if get("add_bos_token", False) and bos is not None:
         tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]} $B", special_tokens=[(tokens[bos], bos)]
+            single=f"{tokens[bos]} $A",
+            pair=f"{tokens[bos]} $A {tokens[bos]} $B",
+            special_tokens=[(tokens[bos], bos)],
         )
     pad = get("padding_token_id", eos)
     special = {"bos_token": bos, "eos_token": eos, "pad_token": pad}

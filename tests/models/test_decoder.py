@@ -14,6 +14,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models import LanguageModel, stack_layers, unstack_layers
 from tiny_models import TINY, VARIANTS, forward, forward_cached, max_difference, start, tokens_of
 
+
 @pytest.mark.parametrize("name", ["llama_untied_llama3", "qwen2_untied_yarn", "qwen3"])
 def test_cached_equals_uncached(name):
     config = VARIANTS[name]
@@ -68,7 +69,9 @@ def test_remat_keeps_the_gradient():
         grad = jax.jit(jax.grad(lambda p, model=model: jnp.sum(model.forward(p, tokens).hidden ** 3)))(params)
         gradients[mode, scan] = grad if scan else stack_layers(grad)
     for grad in gradients.values():
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), grad, gradients["none", True])
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), grad, gradients["none", True]
+        )
 
 
 def test_causal_sees_the_past_only_and_bidirectional_sees_all():
@@ -150,9 +153,11 @@ def test_compute_and_storage_dtypes_are_separate():
 def test_abstract_and_axes_cover_every_leaf(scan):
     config = VARIANTS["qwen2"].replace(scan_layers=scan, tie_embeddings=False, qk_norm=True)
     model = LanguageModel(config)
-    abstract, params = model.abstract(), model.init(jax.random.key(0))
+    abstract, params = model.abstract(), jax.eval_shape(model.init, jax.random.key(0))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(abstract))
-    jax.tree.map(lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), abstract, params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)), abstract, params
+    )
     axes = flatten_dict(model.logical_axes())
     flat = flatten_dict(params)
     assert set(axes) == set(flat)
@@ -163,7 +168,9 @@ def test_abstract_and_axes_cover_every_leaf(scan):
 
 
 def test_abstract_of_a_large_model_needs_no_memory():
-    huge = TINY.replace(vocab_size=128_000, d_model=16_384, num_layers=126, d_ff=53_248, head_dim=128, num_heads=128)
+    huge = TINY.replace(
+        vocab_size=128_000, d_model=16_384, num_layers=126, d_ff=53_248, head_dim=128, num_heads=128
+    )
     sizes = [leaf.size for leaf in jax.tree.leaves(LanguageModel(huge).abstract())]
     assert sum(sizes) == huge.num_parameters() > 2e11
 

@@ -43,7 +43,9 @@ def test_files_hold_out_by_in_under_hub_names(tmp_path):
     gate = tensors["model.layers.1.mlp.gate_proj.weight"]
     assert gate.shape == (40, 24)
     np.testing.assert_array_equal(gate, params["layers"]["mlp"]["gate"]["kernel"][1].T)
-    np.testing.assert_array_equal(tensors["model.layers.0.self_attn.k_proj.bias"], params["layers"]["attn"]["k"]["bias"][0])
+    np.testing.assert_array_equal(
+        tensors["model.layers.0.self_attn.k_proj.bias"], params["layers"]["attn"]["k"]["bias"][0]
+    )
     assert "lm_head.weight" not in tensors
 
 
@@ -155,13 +157,19 @@ DAMAGE = {
         lambda d: edit_weights(d, lambda t: t.update({"model.norm.weight": np.zeros(24, np.int8)})),
         "stored as I8; only",
     ),
-    "other width": (lambda d: edit_config(d, intermediate_size=48), r"has shape \(24, 40\) but the model needs \(24, 48\)"),
+    "other width": (
+        lambda d: edit_config(d, intermediate_size=48),
+        r"has shape \(24, 40\) but the model needs \(24, 48\)",
+    ),
     "no weights": (lambda d: (d / SINGLE).unlink(), f"neither {SINGLE} nor"),
     "torch weights": (
         lambda d: ((d / SINGLE).unlink(), (d / "pytorch_model.bin").write_bytes(b"")),
         "found only pytorch_model.bin",
     ),
-    "truncated": (lambda d: (d / SINGLE).write_bytes((d / SINGLE).read_bytes()[:500]), "not a readable safetensors"),
+    "truncated": (
+        lambda d: (d / SINGLE).write_bytes((d / SINGLE).read_bytes()[:500]),
+        "not a readable safetensors",
+    ),
     "no config": (lambda d: (d / "config.json").unlink(), "has no config.json"),
     "broken config": (lambda d: (d / "config.json").write_text("{"), "not valid JSON"),
     "no directory": (lambda d: shutil.rmtree(d), "is not a directory"),
@@ -174,7 +182,10 @@ DAMAGE = {
     "sliding window": (lambda d: edit_config(d, use_sliding_window=True), "use_sliding_window"),
     "activation": (lambda d: edit_config(d, hidden_act="gelu"), "hidden_act='gelu'"),
     "quantised": (lambda d: edit_config(d, quantization_config={"bits": 4}), "quantised"),
-    "rotary kind": (lambda d: edit_config(d, rope_scaling={"rope_type": "longrope", "factor": 2.0}), "longrope"),
+    "rotary kind": (
+        lambda d: edit_config(d, rope_scaling={"rope_type": "longrope", "factor": 2.0}),
+        "longrope",
+    ),
     "rotary factor": (lambda d: edit_config(d, rope_scaling={"rope_type": "linear"}), "without 'factor'"),
     "yarn option": (
         lambda d: edit_config(d, rope_scaling={"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}),

@@ -35,7 +35,9 @@ def test_fresh_adapters_change_nothing():
     "config",
     [
         TINY.replace(lora=LORA),
-        TINY.replace(scan_layers=False, lora=LoraConfig(rank=2, alpha=3.0, targets=("q", "down"), last_layers=1)),
+        TINY.replace(
+            scan_layers=False, lora=LoraConfig(rank=2, alpha=3.0, targets=("q", "down"), last_layers=1)
+        ),
     ],
     ids=["stacked-all", "last-q-down"],
 )

@@ -25,12 +25,18 @@ SCRIPT = pathlib.Path(__file__).with_name("torch_reference.py")
 CASES = (
     "llama", "llama_llama3_untied", "llama_linear", "qwen2", "qwen2_yarn_untied", "qwen3", "qwen3_yarn_untied",
 )  # fmt: skip
-EXPORTS = {**VARIANTS, "lora": VARIANTS["qwen2"].replace(lora=LoraConfig(rank=2)), "shards": VARIANTS["llama"]}
+EXPORTS = {
+    **VARIANTS,
+    "lora": VARIANTS["qwen2"].replace(lora=LoraConfig(rank=2)),
+    "shards": VARIANTS["llama"],
+}
 
 
 def torch_run(*arguments: object) -> None:
     python = os.environ.get("JAXRL_TORCH_PYTHON", sys.executable)
-    done = subprocess.run([python, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        [python, str(SCRIPT), *map(str, arguments)], capture_output=True, text=True, timeout=600
+    )
     assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -51,8 +57,13 @@ def test_every_layer_equals_transformers(golden, name, scan):
     layers = config.num_layers
     want = tuple(f"layer:{i}" for i in range(layers - 1))
     out = forward(model, params, tokens, want=want)
-    differences = {i + 1: max_difference(out.extras[f"layer:{i}"], expected[f"hidden_{i + 1}"]) for i in range(layers - 1)}
-    differences["final"] = max_difference(out.hidden, expected[f"hidden_{layers}"])  # transformers gives it normed
+    differences = {
+        i + 1: max_difference(out.extras[f"layer:{i}"], expected[f"hidden_{i + 1}"])
+        for i in range(layers - 1)
+    }
+    differences["final"] = max_difference(
+        out.hidden, expected[f"hidden_{layers}"]
+    )  # transformers gives it normed
     differences["logits"] = max_difference(model.logits(params, out.hidden), expected["logits"])
     scale = float(np.abs(expected["logits"]).max())
     print(f"{name}: max |difference| {differences}, max |logit| {scale:.2f}")

@@ -17,7 +17,9 @@ VARIANTS = {
     "llama": TINY,
     "llama_untied_llama3": TINY.replace(
         tie_embeddings=False,
-        rope_scaling=RopeScaling("llama3", 4.0, original_max_position=16, low_freq_factor=1.0, high_freq_factor=4.0),
+        rope_scaling=RopeScaling(
+            "llama3", 4.0, original_max_position=16, low_freq_factor=1.0, high_freq_factor=4.0
+        ),
     ),
     "qwen2": TINY.replace(qkv_bias=True),
     "qwen2_untied_yarn": TINY.replace(
@@ -25,7 +27,9 @@ VARIANTS = {
     ),
     "qwen3": TINY.replace(qk_norm=True, head_dim=10),
     "qwen3_untied_linear": TINY.replace(
-        qk_norm=True, tie_embeddings=False, rope_scaling=RopeScaling("linear", 2.0, original_max_position=8192)
+        qk_norm=True,
+        tie_embeddings=False,
+        rope_scaling=RopeScaling("linear", 2.0, original_max_position=8192),
     ),
 }
 

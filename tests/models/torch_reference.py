@@ -33,7 +33,12 @@ CASES = {
     "qwen2": ("Qwen2", True, PLAIN, {}),
     "qwen2_yarn_untied": ("Qwen2", False, YARN, {}),
     "qwen3": ("Qwen3", True, PLAIN, {"head_dim": 8}),
-    "qwen3_yarn_untied": ("Qwen3", False, {**YARN, "attention_factor": 1.3, "beta_fast": 16.0}, {"head_dim": 16}),
+    "qwen3_yarn_untied": (
+        "Qwen3",
+        False,
+        {**YARN, "attention_factor": 1.3, "beta_fast": 16.0},
+        {"head_dim": 16},
+    ),
 }
 
 
