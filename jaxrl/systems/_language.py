@@ -1,0 +1,125 @@
+"""What every language-model system sets up the same way: model, tokenizer, prompts, trainable part, optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jaxrl.data.chat import CHATML_TEMPLATE, prompt_encoder
+from jaxrl.data.pipeline import encode_prompts
+from jaxrl.data.prompts import PromptExample
+from jaxrl.errors import ConfigError
+from jaxrl.models.decoder import LanguageModel, Params
+from jaxrl.models.load import ModelSource, open_model
+from jaxrl.models.lora import trainable_predicate
+from jaxrl.parallel.sharding import Sharding
+from jaxrl.parallel.trees import partition
+from jaxrl.runtime.config import field
+from jaxrl.runtime.optimizer import OptimizerConfig, make_optimizer
+from jaxrl.runtime.state import TrainState, count_parameters
+
+logger = logging.getLogger("jaxrl")
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptFormat:
+    """How a prompt becomes tokens."""
+
+    max_prompt_len: int = field(256, "longest prompt in tokens")
+    on_long: str = field("drop", "what to do with longer prompts: drop (and report) or error")
+    system: str | None = field(None, "system message put first")
+    chat_template: str | None = field(
+        None, "Jinja chat template instead of the tokenizer's own; 'chatml' is one without a default system message"
+    )
+
+    def validate(self) -> None:
+        if self.on_long not in ("drop", "error"):
+            raise ConfigError(f"on_long is {self.on_long!r}; use 'drop' or 'error'")
+
+    def template(self) -> str | None:
+        return CHATML_TEMPLATE if self.chat_template == "chatml" else self.chat_template
+
+    def encode(self, tokenizer: Any, examples: list[PromptExample], what: str) -> list[PromptExample]:
+        """Examples with ``prompt_ids``; says what was dropped."""
+        encode = prompt_encoder(tokenizer, self.system, self.template())
+        kept, report = encode_prompts(examples, encode, self.max_prompt_len, self.on_long)
+        logger.info("%s: %s", what, report)
+        return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A model ready to train.
+
+    Attributes:
+      model: static handle.
+      tokenizer: as loaded, or as given by the system.
+      load: key -> parameters (from the weights file, or fresh).
+      trainable: predicate over parameter paths.
+      optimizer: optax transformation.
+      sharding: None on one device.
+    """
+
+    model: LanguageModel
+    tokenizer: Any
+    load: Callable[[jax.Array], Params]
+    trainable: Callable[[tuple[str, ...]], bool]
+    optimizer: optax.GradientTransformation
+    sharding: Sharding | None
+
+    def init(self, key: jax.Array) -> TrainState:
+        """Fresh train state: parameters split into trainable and frozen, optimizer state on the same shards."""
+        load_key, run_key = jax.random.split(key)
+        params, frozen = partition(self.load(load_key), self.trainable)
+        if not params:
+            raise ConfigError("no parameter is trainable; check `trainable` and `model.lora`")
+        state = TrainState.create(params, self.optimizer, run_key, frozen)
+        if self.sharding is None:
+            return state
+        # Scalars and keys are replicated, so that every leaf of the state lives on the whole mesh.
+        small = lambda x: jax.device_put(x, self.sharding.replicate()) if x.ndim == 0 else x  # noqa: E731
+        return jax.tree.map(small, state)
+
+    def describe(self) -> dict[str, Any]:
+        """Parameter counts and the memory that parameters, gradients and optimizer state take; allocates nothing."""
+        params, frozen = partition(self.model.abstract(), self.trainable)
+        size = lambda tree: sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))  # noqa: E731
+        opt_state = jax.eval_shape(self.optimizer.init, params)
+        gib = lambda n: f"{n / 2**30:.2f} GiB"  # noqa: E731
+        facts = {
+            "parameters": count_parameters(params) + count_parameters(frozen),
+            "trainable parameters": count_parameters(params),
+            "memory of parameters": gib(size(params) + size(frozen)),
+            "memory of gradients": gib(size(params)),
+            "memory of optimizer state": gib(size(opt_state)),
+        }
+        if self.sharding is not None:
+            replicated = self.sharding.replicated(self.model.logical_axes(), self.model.abstract())
+            facts["mesh"] = dict(self.sharding.mesh.shape)
+            facts["parameters with a dimension the mesh does not divide"] = ", ".join(replicated) or "none"
+        return facts
+
+
+def setup(
+    source: ModelSource, trainable: str, optimizer: OptimizerConfig, mesh: Mesh | None, tokenizer: Any = None
+) -> Setup:
+    """Open a model without reading its weights.
+
+    Args:
+      source: where it comes from.
+      trainable: ``"all"``, ``"lora"`` or ``"last:<k>"``.
+      optimizer: its configuration.
+      mesh: axes data, fsdp, tensor; None or a single device means no sharding.
+      tokenizer: used instead of the model's own.
+    """
+    sharding = None if mesh is None or mesh.size == 1 else Sharding(mesh)
+    model, own_tokenizer, load = open_model(source, sharding)
+    predicate = trainable_predicate(trainable, model)
+    return Setup(model, tokenizer or own_tokenizer, load, predicate, make_optimizer(optimizer), sharding)
