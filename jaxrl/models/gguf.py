@@ -1,8 +1,8 @@
 """Reading GGUF files (llama.cpp's format) of the Llama, Qwen2 and Qwen3 architectures, quantised or not.
 
-``GGUFReader`` maps the file into memory; ``gguf.quants`` turns quantised blocks into float32. Files of the ``llama``
-architecture store the rows of the q and k projections with the two rotary halves of each head interleaved; the rows are
-put back in the half-split order that the decoder and Hugging Face weights use.
+``GGUFReader`` maps the file into memory; ``gguf.quants`` turns quantised blocks into float32. Files of the
+``llama`` architecture store the rows of the q and k projections with the two rotary halves of each head
+interleaved; the rows are put back in the half-split order that the decoder and Hugging Face weights use.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
 
 def open_gguf(path: str | pathlib.Path) -> Any:
-    """A ``gguf.GGUFReader`` on a file; weights and tokenizer may share it (opening takes seconds: the vocabulary).
+    """A ``gguf.GGUFReader`` on a file; opening takes seconds, so weights and tokenizer may share it.
 
     Raises:
       ModelLoadError: the file is missing or is not a GGUF file.
@@ -86,7 +86,7 @@ def gguf_config(reader: Any) -> ModelConfig:
         max_position=need("context_length"),
         rope_theta=float(metadata(reader, f"{arch}.rope.freq_base", 10000.0)),
         rope_scaling=_rope_scaling(reader, arch, tensors),
-        # The file holds a float32; its shortest decimal is what the model's authors wrote (1e-05, not 9.99999975e-06).
+        # The file holds a float32; its shortest decimal is what was meant: 1e-05, not 9.99999975e-06.
         norm_eps=float(str(np.float32(need("attention.layer_norm_rms_epsilon")))),
         tie_embeddings="output.weight" not in tensors,
         qkv_bias=arch == "qwen2",
@@ -97,8 +97,8 @@ def gguf_config(reader: Any) -> ModelConfig:
 def _rope_scaling(reader: Any, arch: str, tensors: dict[str, Any]) -> RopeScaling | None:
     if "rope_freqs.weight" in tensors:
         raise ModelLoadError(
-            f"{reader.path} stores its rotary scaling as a table of factors (rope_freqs.weight), which is not supported; "
-            "load the safetensors files of the model instead"
+            f"{reader.path} stores its rotary scaling as a table of factors (rope_freqs.weight), which is "
+            "not supported; load the safetensors files of the model instead"
         )
     kind = metadata(reader, f"{arch}.rope.scaling.type", "none")
     if kind == "none":
@@ -127,7 +127,7 @@ class GGUFWeights:
         self.where = str(reader.path)
         self._quants = require("gguf.quants", "gguf")
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self._heads = {}
+        self._heads: dict[str, int] = {}
         if metadata(reader, "general.architecture") == "llama":
             heads = metadata(reader, "llama.attention.head_count")
             self._heads = {
@@ -152,7 +152,8 @@ class GGUFWeights:
             return self._quants.dequantize(data, tensor.tensor_type).reshape(self.shapes[name])
         except NotImplementedError as error:
             raise ModelLoadError(
-                f"{self.where}: tensor {name} is stored as {tensor.tensor_type.name}, which the gguf package cannot "
+                f"{self.where}: tensor {name} is stored as {tensor.tensor_type.name}, which the gguf "
+                "package cannot "
                 "dequantise; use another quantisation of the model"
             ) from error
 
@@ -170,7 +171,8 @@ def load_gguf(
       source: path of the file, or a reader from ``open_gguf``.
       key: typed key for fresh adapters; needed with ``lora``.
       sharding: mesh and rules; parameters are placed on their shards.
-      **changes: fields of ``ModelConfig`` to set, such as ``dtype``, ``param_dtype``, ``scan_layers``, ``remat``, ``lora``.
+      **changes: fields of ``ModelConfig`` to set, such as ``dtype``, ``param_dtype``, ``scan_layers``,
+        ``remat``, ``lora``.
 
     Raises:
       ModelLoadError: the file is missing, unreadable, unsupported, or its tensors do not fit its metadata.

@@ -1,7 +1,7 @@
 """Hugging Face directories: configuration and safetensors weights, in and out, without torch.
 
-Reading maps the files into memory and copies slice by slice; writing is atomic and shards large models. An exported
-directory loads with ``transformers.AutoModelForCausalLM`` and gives the same logits.
+Reading maps the files into memory and copies slice by slice; writing is atomic and shards large models. An
+exported directory loads with ``transformers.AutoModelForCausalLM`` and gives the same logits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def hf_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
     names = raw.get("architectures") or []
     if family not in ARCHITECTURES.values() or any(name not in ARCHITECTURES for name in names):
         raise ModelLoadError(
-            f"{where}: architecture {names or family!r} is not supported; supported are {', '.join(ARCHITECTURES)}"
+            f"{where}: architecture {names or family!r} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
         )
 
     def need(key: str) -> Any:
@@ -197,17 +198,17 @@ class SafetensorsDirectory:
         self._safetensors = require("safetensors", "hf")
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._handles: dict[str, Any] = {}
+        self._index: dict[str, str] = {}  # file of each tensor, empty for a single file
         for name in self._files(directory):
             self._add(directory / name)
 
     def _files(self, directory: pathlib.Path) -> list[str]:
         index = directory / INDEX
         if index.is_file():
-            self._index = _read_json(index).get("weight_map")
+            self._index = _read_json(index).get("weight_map") or {}
             if not self._index:
                 raise ModelLoadError(f"{index} has no weight_map; download it again")
             return sorted(set(self._index.values()))
-        self._index = {}
         if (directory / SINGLE).is_file():
             return [SINGLE]
         others = sorted(
@@ -233,7 +234,8 @@ class SafetensorsDirectory:
             view = handle.get_slice(name)
             if view.get_dtype() not in ("F64", "F32", "F16", "BF16"):
                 raise ModelLoadError(
-                    f"{path}: tensor {name} is stored as {view.get_dtype()}; only F64, F32, F16 and BF16 are supported"
+                    f"{path}: tensor {name} is stored as {view.get_dtype()}; only F64, F32, F16 and BF16 "
+                    "are supported"
                 )
             self.shapes[name] = tuple(view.get_shape())
             self._handles[name] = handle
@@ -267,7 +269,8 @@ def load_hf(
       directory: holds ``config.json`` and ``model.safetensors`` or its shards with their index.
       key: typed key for fresh adapters; needed with ``lora``.
       sharding: mesh and rules; every host then reads only the slices of its own devices.
-      **changes: fields of ``ModelConfig`` to set, such as ``dtype``, ``param_dtype``, ``scan_layers``, ``remat``, ``lora``.
+      **changes: fields of ``ModelConfig`` to set, such as ``dtype``, ``param_dtype``, ``scan_layers``,
+        ``remat``, ``lora``.
 
     Raises:
       ModelLoadError: a file, shard or tensor is missing, unreadable, unexpected or of a wrong shape, or the
@@ -279,7 +282,7 @@ def load_hf(
 
 
 def open_hf(directory: str | os.PathLike[str]) -> tuple[ModelConfig, SafetensorsDirectory]:
-    """The architecture and the (not yet read) tensors of a Hugging Face directory; raises as ``load_hf`` does."""
+    """Architecture and tensors (not read yet) of a Hugging Face directory; raises as ``load_hf`` does."""
     directory = pathlib.Path(directory)
     if not directory.is_dir():
         raise ModelLoadError(f"{directory} is not a directory; give one that holds config.json and {SINGLE}")
@@ -301,15 +304,17 @@ def save_hf(
 ) -> pathlib.Path:
     """Export to a directory that ``transformers.AutoModelForCausalLM.from_pretrained`` loads.
 
-    Adapters are merged into the weights. Files are written to a temporary directory beside the target, which is
-    renamed at the end: a target that exists is complete. With several hosts every host must call; the first writes.
+    Adapters are merged into the weights. Files are written to a temporary directory beside the target, which
+    is renamed at the end: a target that exists is complete. With several hosts every host must call; the
+    first writes.
 
     Args:
       directory: target; must not exist, or be empty, unless ``overwrite``.
       model, params: the model (stacked or unstacked layers, sharded or not).
       tokenizer: saved beside the weights when given.
       dtype: storage type, float32, bfloat16 or float16.
-      max_shard_gb: larger models are split into files of at most this many gigabytes (10^9 bytes), with an index.
+      max_shard_gb: larger models are split into files of at most this many gigabytes (10^9 bytes), with an
+        index.
 
     Raises:
       FileExistsError: the target has content and ``overwrite`` is False.

@@ -1,4 +1,4 @@
-"""Where a model comes from: a file, a directory, a hub, or a random start; one call loads it with its tokenizer."""
+"""Where a model comes from (a file, a directory, a hub, a random start); loads it with its tokenizer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.models.decoder import LanguageModel, Params
 from jaxrl.models.gguf import GGUFWeights, gguf_config, open_gguf
 from jaxrl.models.hf import open_hf
 from jaxrl.models.tokenizer import check_tokenizer, load_tokenizer
-from jaxrl.models.weights import assemble
+from jaxrl.models.weights import WeightFile, assemble
 from jaxrl.parallel.sharding import Sharding
 
 
@@ -24,14 +24,15 @@ class ModelSource:
     """Weights and numerics of a model. Exactly one of ``source``, ``preset`` and ``architecture`` is set.
 
     Attributes:
-      source: pretrained weights: a Hugging Face directory, a .gguf file, ``package:NAME`` (the GGUF file inside an
-        installed Python package) or a hub id ``owner/name``, ``owner/name@revision``.
+      source: pretrained weights: a Hugging Face directory, a .gguf file, ``package:NAME`` (the GGUF file
+        inside an installed Python package) or a hub id ``owner/name``, ``owner/name@revision``.
       preset: name of a published shape in ``models.PRESETS``, started at random.
       architecture: an explicit shape, started at random.
       tokenizer: where the tokenizer is, in the same spellings as ``source``; None takes that of ``source``.
       dtype: activations; None keeps that of the architecture (float32 for files).
       param_dtype: storage; None keeps that of the architecture (float32 for files).
-      scan_layers: stacked parameters and one traced block; None keeps that of the architecture (True for files).
+      scan_layers: stacked parameters and one traced block; None keeps that of the architecture (True for
+        files).
       remat: what the backward pass recomputes; None keeps that of the architecture ("none" for files).
       max_position: another context length than the weights were made for; None keeps theirs.
       lora: fresh adapters on top of the weights.
@@ -83,23 +84,24 @@ def load_pretrained(
     if isinstance(source, str):
         source = ModelSource(source=source)
     source.validate()
-    if source.source is None:
-        base = PRESETS[source.preset] if source.preset is not None else source.architecture
-        model = LanguageModel(base.replace(**source.changes()), sharding)
-        tokenizer = None if source.tokenizer is None else load_tokenizer(resolve(source.tokenizer))
-        params = model.init(key)
-    else:
+    own: Any = None  # what holds the tokenizer of the source
+    weights: WeightFile | None = None
+    if source.source is not None:
         path = resolve(source.source)
         if path.suffix == ".gguf":
-            reader = open_gguf(path)
-            config, weights, own = gguf_config(reader), GGUFWeights(reader), reader
+            own = open_gguf(path)
+            base, weights = gguf_config(own), GGUFWeights(own)
         else:
-            (config, weights), own = open_hf(path), path
-        tokenizer = load_tokenizer(own if source.tokenizer is None else resolve(source.tokenizer))
-        model = LanguageModel(config.replace(**source.changes()), sharding)
-        params = assemble(model, weights, key)
-    if tokenizer is not None:
+            own = path
+            base, weights = open_hf(path)
+    else:
+        base = source.architecture or PRESETS[source.preset or ""]
+    model = LanguageModel(base.replace(**source.changes()), sharding)
+    where = own if source.tokenizer is None else resolve(source.tokenizer)
+    tokenizer = None if where is None else load_tokenizer(where)
+    if tokenizer is not None:  # before the weights: a mismatch should not take minutes to show
         check_tokenizer(model.config, tokenizer)
+    params = model.init(key) if weights is None else assemble(model, weights, key)
     return model, params, tokenizer
 
 
@@ -107,8 +109,8 @@ def resolve(source: str) -> pathlib.Path:
     """Local directory or .gguf file of a source.
 
     Args:
-      source: a directory, a .gguf file, ``package:NAME``, or a hub id ``owner/name`` with an optional ``@revision``
-        (downloaded, or taken from the cache when there is no network).
+      source: a directory, a .gguf file, ``package:NAME``, or a hub id ``owner/name`` with an optional
+        ``@revision`` (downloaded, or taken from the cache when there is no network).
 
     Raises:
       ModelLoadError: nothing is there; the message says what was tried.
@@ -166,6 +168,7 @@ def _from_hub(source: str) -> pathlib.Path:
         OSError,
     ) as error:
         raise ModelLoadError(
-            f"{source!r} is not a local path, and could not be had from the hub ({type(error).__name__}: {error}); "
+            f"{source!r} is not a local path, and could not be had from the hub ({type(error).__name__}: "
+            f"{error}); "
             "check the name and the network, or download it elsewhere and give its directory"
         ) from error

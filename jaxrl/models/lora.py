@@ -1,8 +1,9 @@
 """Low-rank adapters: merging them into the weights, and choosing which parameters train.
 
-The adapters themselves are two more leaves of ``models.layers.Linear`` (some ten lines). A general interceptor such as
-qwix rewrites a module by rules over its path; here parameters are plain nested dicts, and two leaves beside each kernel
-already give sharding by logical axes, checkpoints, optimizer masks and export without another layer of machinery.
+The adapters themselves are two more leaves of ``models.layers.Linear`` (some ten lines). A general
+interceptor such as qwix rewrites a module by rules over its path; here parameters are plain nested dicts, and
+two leaves beside each kernel already give sharding by logical axes, checkpoints, optimizer masks and export
+without another layer of machinery.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Predicate = Callable[[tuple[str, ...]], bool]
 def merge_lora(model: LanguageModel, params: Params) -> tuple[LanguageModel, Params]:
     """The model without adapters, with ``W + (alpha / rank) A B`` for each adapted W.
 
-    Products are formed in float32 (or wider) and rounded to the dtype of W once. Works on stacked and unstacked
-    layers; a model without adapters is returned as it is.
+    Products are formed in float32 (or wider) and rounded to the dtype of W once. Works on stacked and
+    unstacked layers; a model without adapters is returned as it is.
     """
     if model.config.lora is None:
         return model, params
@@ -48,8 +49,8 @@ def trainable_predicate(kind: str, model: LanguageModel | None = None) -> Predic
     """Which parameters train, as a predicate over paths.
 
     Args:
-      kind: ``"all"``; ``"lora"`` (adapters only); ``"last:<k>"`` (every leaf of the last k layers, the final norm, and
-        an untied head).
+      kind: ``"all"``; ``"lora"`` (adapters only); ``"last:<k>"`` (every leaf of the last k layers, the final
+        norm, and an untied head).
       model: needed by ``"last:<k>"``; its layers must not be stacked.
 
     Returns:

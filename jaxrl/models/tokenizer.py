@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any, Protocol, runtime_checkable
 
 from jaxrl.errors import ModelLoadError, require
@@ -23,7 +23,8 @@ _QWEN2 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: ``tokenizer.ggml.pre`` to (single digits first, splitting pattern, Unicode normal form C, whole words before merges).
+#: ``tokenizer.ggml.pre`` to (single digits first, splitting pattern, Unicode normal form C, whole words
+#: before merges).
 _PRETOKENIZERS: dict[str, tuple[bool, str, bool, bool]] = {
     "default": (False, _GPT2, False, False),
     "gpt-2": (False, _GPT2, False, False),
@@ -35,8 +36,9 @@ _PRETOKENIZERS: dict[str, tuple[bool, str, bool, bool]] = {
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the library needs of a tokenizer. Ids are never compared with ``eos_token_id`` to find ends or padding
-    once sampled: those are flags."""
+    """What the library needs of a tokenizer. Ids are never compared with ``eos_token_id`` to find ends or
+    padding once sampled: those are flags.
+    """
 
     eos_token_id: int | None
     pad_token_id: int | None
@@ -53,7 +55,8 @@ def load_tokenizer(source: str | os.PathLike[str] | Any) -> Any:
     """A ``transformers.PreTrainedTokenizerFast``.
 
     Args:
-      source: directory with a ``tokenizer.json``, a ``.gguf`` file, or a reader from ``models.gguf.open_gguf``.
+      source: directory with a ``tokenizer.json``, a ``.gguf`` file, or a reader from
+        ``models.gguf.open_gguf``.
 
     Raises:
       ModelLoadError: there is no tokenizer there, or it is of a kind that is not supported.
@@ -78,7 +81,7 @@ def load_tokenizer(source: str | os.PathLike[str] | Any) -> Any:
 
 def tokenizer_size(tokenizer: Tokenizer) -> int:
     """Number of ids, special and added tokens included."""
-    return len(tokenizer) if hasattr(tokenizer, "__len__") else tokenizer.vocab_size
+    return len(tokenizer) if isinstance(tokenizer, Sized) else tokenizer.vocab_size
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -106,16 +109,21 @@ def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
 def _from_gguf(reader: Any) -> Any:
     tokenizers, transformers = require("tokenizers", "hf"), require("transformers", "hf")
     where = reader.path
-    get = lambda key, default=None: metadata(reader, f"tokenizer.ggml.{key}", default)
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata(reader, f"tokenizer.ggml.{key}", default)
+
     if get("model") != "gpt2":
         raise ModelLoadError(
-            f"{where} has a tokenizer of kind {get('model')!r}; only byte-level BPE ('gpt2') is read from GGUF files: "
+            f"{where} has a tokenizer of kind {get('model')!r}; only byte-level BPE ('gpt2') is read from "
+            "GGUF files: "
             "load the tokenizer from a Hugging Face directory"
         )
     pre = get("pre", "default")
     if pre not in _PRETOKENIZERS:
         raise ModelLoadError(
-            f"{where} has the pre-tokenizer {pre!r}; supported in GGUF files are {', '.join(_PRETOKENIZERS)}: "
+            f"{where} has the pre-tokenizer {pre!r}; supported in GGUF files are "
+            f"{', '.join(_PRETOKENIZERS)}: "
             "load the tokenizer from a Hugging Face directory"
         )
     digits, pattern, compose, whole_words = _PRETOKENIZERS[pre]

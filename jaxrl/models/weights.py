@@ -1,13 +1,13 @@
 """Names of weights in files, and the assembly of a parameter tree from a file, one leaf at a time.
 
-The one table below maps every parameter of the decoder to its Hugging Face and GGUF names. A linear layer is stored
-``[out, in]`` in both kinds of file and ``[in, out]`` here.
+The one table below maps every parameter of the decoder to its Hugging Face and GGUF names. A linear layer is
+stored ``[out, in]`` in both kinds of file and ``[in, out]`` here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
 import jax
@@ -59,10 +59,10 @@ class WeightFile(Protocol):
 
     where: str
     style: Style
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: dict[str, tuple[int, ...]]
 
     def open(self, name: str) -> Any:
-        """Something that gives a numpy array when it is indexed with a tuple of slices, read as late as possible."""
+        """A view that reads when it is indexed with a tuple of slices, and then gives a numpy array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +103,8 @@ def leaves(model: LanguageModel, style: Style) -> Iterator[tuple[Leaf, jax.Shape
 def assemble(model: LanguageModel, file: WeightFile, key: jax.Array | None = None) -> Params:
     """Read the parameters of a model from a file.
 
-    Each leaf goes to its devices before the next is read; with a sharded model only the slices that this host's
-    devices hold are read. Values are cast to ``config.param_dtype``.
+    Each leaf goes to its devices before the next is read; with a sharded model only the slices that this
+    host's devices hold are read. Values are cast to ``config.param_dtype``.
 
     Args:
       model: its config says what must be in the file; its sharding says where parameters go.
@@ -146,8 +146,9 @@ def _check(config: ModelConfig, file: WeightFile, plan: list[tuple[Leaf, jax.Sha
     unexpected = sorted(name for name in set(file.shapes) - needed if not _ignorable(name, config))
     if unexpected:
         raise ModelLoadError(
-            f"{file.where} has {len(unexpected)} tensor(s) that the model has no place for: {_some(unexpected)}; "
-            f"check the configuration beside the weights (num_layers={config.num_layers}, qkv_bias={config.qkv_bias}, "
+            f"{file.where} has {len(unexpected)} tensor(s) that the model has no place for: "
+            f"{_some(unexpected)}; check the configuration beside the weights "
+            f"(num_layers={config.num_layers}, qkv_bias={config.qkv_bias}, "
             f"qk_norm={config.qk_norm}, tie_embeddings={config.tie_embeddings})"
         )
     for leaf, shape in plan:
@@ -156,7 +157,8 @@ def _check(config: ModelConfig, file: WeightFile, plan: list[tuple[Leaf, jax.Sha
         for name in leaf.names:
             if tuple(file.shapes[name]) != expected:
                 raise ModelLoadError(
-                    f"{file.where}: tensor {name} has shape {tuple(file.shapes[name])} but the model needs {expected}; "
+                    f"{file.where}: tensor {name} has shape {tuple(file.shapes[name])} but the model needs "
+                    f"{expected}; "
                     "weights and configuration are of different models"
                 )
 

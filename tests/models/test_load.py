@@ -37,8 +37,8 @@ def test_gguf_and_exported_directory_agree(gguf_file, tmp_path):
 def test_numerics_adapters_and_sharding(gguf_file):
     sharding = Sharding(make_mesh(MeshConfig(data=4, tensor=2)))
     source = ModelSource(
-        str(gguf_file), dtype="bfloat16", param_dtype="bfloat16", scan_layers=False, remat="block", max_position=32,
-        lora=LoraConfig(rank=2, targets=("q",)),
+        str(gguf_file), dtype="bfloat16", param_dtype="bfloat16", scan_layers=False, remat="block",
+        max_position=32, lora=LoraConfig(rank=2, targets=("q",)),
     )  # fmt: skip
     model, params, _ = load_pretrained(source, KEY, sharding)
     config = model.config
@@ -72,8 +72,8 @@ def test_fresh_start_and_borrowed_tokenizer(gguf_file):
 def test_from_a_configuration():
     raw = {
         "architecture": {
-            "vocab_size": 61, "d_model": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8,
-            "d_ff": 40, "rope_scaling": {"kind": "yarn", "factor": 2.0},
+            "vocab_size": 61, "d_model": 24, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2,
+            "head_dim": 8, "d_ff": 40, "rope_scaling": {"kind": "yarn", "factor": 2.0},
         },
         "lora": {"rank": 4},
     }  # fmt: skip

@@ -1,6 +1,6 @@
 """Parity with transformers on torch: every layer of every family, and exported directories.
 
-Not part of the default run. JAXRL_TORCH_PYTHON names a Python that has torch and transformers (default: this one):
+Not part of the default run. JAXRL_TORCH_PYTHON names a Python with torch and transformers (default: this one):
 
     JAXRL_TORCH_PYTHON=/path/to/python pytest -m parity tests/models/test_parity.py -rP
 """
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.parity
 
 SCRIPT = pathlib.Path(__file__).with_name("torch_reference.py")
 CASES = (
-    "llama", "llama_llama3_untied", "llama_linear", "qwen2", "qwen2_yarn_untied", "qwen3", "qwen3_yarn_untied",
+    "llama", "llama_llama3_untied", "llama_linear", "qwen2", "qwen2_yarn_untied", "qwen3",
+    "qwen3_yarn_untied",
 )  # fmt: skip
 EXPORTS = {
     **VARIANTS,

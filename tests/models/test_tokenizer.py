@@ -37,7 +37,9 @@ def test_text_survives_and_ids_are_those_of_the_file(make, pre):
 
 
 def test_merges_and_splits(make):
-    pieces = lambda tokenizer, text: tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+    def pieces(tokenizer, text):
+        return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+
     assert pieces(make("smollm"), "hell w12") == ["he", "ll", "Ġw", "1", "2"]  # digits stand alone
     assert pieces(make("gpt-2"), "hell w12") == ["he", "ll", "Ġw", "12"]
     assert pieces(make("qwen2"), "12<|end|>") == ["1", "2", "<|end|>"]

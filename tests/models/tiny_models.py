@@ -38,7 +38,7 @@ forward_cached = jax.jit(LanguageModel.forward_cached, static_argnames=("self",)
 
 
 def random_like(abstract, seed: int = 0):
-    """Parameters of the shapes and dtypes of an abstract tree, nowhere zero or one, so that biases and norms count."""
+    """Parameters like an abstract tree, nowhere zero or one, so that biases and norms count."""
     rng = np.random.default_rng(seed)
 
     def leaf(path, shape):

@@ -1,7 +1,7 @@
-"""Golden outputs of transformers on torch; run as a program by the parity tests, imports nothing of the library.
+"""Golden outputs of transformers on torch; a program that the parity tests run.
 
 ``make OUT``: for every family write a random tiny model to OUT/NAME and its outputs to OUT/NAME.npz.
-``read DIR TOKENS OUT``: load the exported model DIR, write its logits for the tokens in TOKENS (.npy) to OUT (.npy).
+``read DIR TOKENS OUT``: write the logits of the exported model DIR for TOKENS (.npy) to OUT (.npy).
 """
 
 from __future__ import annotations
@@ -75,5 +75,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(pathlib.Path(sys.argv[2]))
     else:
-        for arguments in zip(*[iter(sys.argv[2:])] * 3):
+        for arguments in zip(sys.argv[2::3], sys.argv[3::3], sys.argv[4::3], strict=True):
             read(*arguments)
