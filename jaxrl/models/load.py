@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import pathlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -67,15 +68,23 @@ class ModelSource:
 def load_pretrained(
     source: ModelSource | str, key: jax.Array, sharding: Sharding | None = None
 ) -> tuple[LanguageModel, Params, Any]:
-    """A model, its parameters and its tokenizer.
+    """A model, its parameters and its tokenizer: ``open_model``, and its ``load`` called with ``key``."""
+    model, tokenizer, load = open_model(source, sharding)
+    return model, load(key), tokenizer
+
+
+def open_model(
+    source: ModelSource | str, sharding: Sharding | None = None
+) -> tuple[LanguageModel, Any, Callable[[jax.Array], Params]]:
+    """A model and its tokenizer, without reading weights.
 
     Args:
-      source: what to load; a string is short for ``ModelSource(source=...)``.
-      key: typed key for everything random: a fresh start, or fresh adapters on pretrained weights.
+      source: what to open; a string is short for ``ModelSource(source=...)``.
       sharding: mesh and rules; parameters are created or read directly on their shards.
 
     Returns:
-      model, params, tokenizer. The tokenizer is None for a fresh start without ``tokenizer``.
+      model, tokenizer (None for a fresh start without ``tokenizer``), and ``load(key) -> params`` with a typed key
+      for everything random: a fresh start, or fresh adapters on pretrained weights.
 
     Raises:
       ModelLoadError: weights or tokenizer are missing, unreadable, unsupported or do not fit each other.
@@ -101,8 +110,8 @@ def load_pretrained(
     tokenizer = None if where is None else load_tokenizer(where)
     if tokenizer is not None:  # before the weights: a mismatch should not take minutes to show
         check_tokenizer(model.config, tokenizer)
-    params = model.init(key) if weights is None else assemble(model, weights, key)
-    return model, params, tokenizer
+    load = model.init if weights is None else lambda key: assemble(model, weights, key)
+    return model, tokenizer, load
 
 
 def resolve(source: str) -> pathlib.Path:
