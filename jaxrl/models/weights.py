@@ -89,11 +89,11 @@ def leaves(model: LanguageModel, style: Style) -> Iterator[tuple[Leaf, jax.Shape
         if path[-1] in ADAPTER_LEAVES:
             continue
         if path[0] != "layers":
-            layers, below = [0], path
+            layers, below = range(1), path
         elif config.scan_layers:
             layers, below = range(config.num_layers), path[1:]
         else:
-            layers, below = [int(path[1])], path[2:]
+            layers, below = range(int(path[1]), int(path[1]) + 1), path[2:]
         template = _BY_PATH["/".join(below)][style]
         stacked = path[0] == "layers" and config.scan_layers
         names = tuple(template.format(i=i) for i in layers)
@@ -115,14 +115,15 @@ def assemble(model: LanguageModel, file: WeightFile, key: jax.Array | None = Non
       ModelLoadError: tensors are missing, not expected, or of a wrong shape.
       ConfigError: the model has adapters but no key is given.
     """
-    if model.config.lora is not None and key is None:
-        raise ConfigError(f"{file.where}: adapters are initialised at random; pass a key")
     plan = list(leaves(model, file.style))
     _check(model.config, file, plan)
-    params = {leaf.path: _read(file, leaf, shape, model.config) for leaf, shape in plan}
+    adapters: dict[Path, jax.Array] = {}
     if model.config.lora is not None:
-        params.update(fresh_adapters(model, key))
-    return unflatten_dict(params)
+        if key is None:
+            raise ConfigError(f"{file.where}: adapters are initialised at random; pass a key")
+        adapters = fresh_adapters(model, key)
+    params = {leaf.path: _read(file, leaf, shape, model.config) for leaf, shape in plan}
+    return unflatten_dict({**params, **adapters})
 
 
 def fresh_adapters(model: LanguageModel, key: jax.Array) -> dict[Path, jax.Array]:
@@ -183,7 +184,8 @@ def _read(file: WeightFile, leaf: Leaf, abstract: jax.ShapeDtypeStruct, config: 
         value = opened[name][index[::-1] if leaf.transposed else index]
         return value.T if leaf.transposed else value
 
-    def block(index: tuple[slice, ...]) -> np.ndarray:
+    def block(index: tuple[slice, ...] | None) -> np.ndarray:
+        index = (slice(None),) * len(abstract.shape) if index is None else index
         seen = tuple((s.start, s.stop) for s in index)
         if seen not in blocks:
             if leaf.stacked:
@@ -197,5 +199,5 @@ def _read(file: WeightFile, leaf: Leaf, abstract: jax.ShapeDtypeStruct, config: 
         return blocks[seen]
 
     if abstract.sharding is None:
-        return jnp.array(block((slice(None),) * len(abstract.shape)))
+        return jnp.array(block(None))
     return jax.make_array_from_callback(abstract.shape, abstract.sharding, block)

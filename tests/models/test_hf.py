@@ -1,4 +1,4 @@
-"""Hugging Face directories: round trips for every family, sharded files, and messages of what can be wrong."""
+"""Hugging Face directories: round trips for every family, sharded files, and what can be wrong."""
 
 from __future__ import annotations
 

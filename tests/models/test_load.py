@@ -58,13 +58,13 @@ def test_numerics_adapters_and_sharding(gguf_file):
 
 
 def test_fresh_start_and_borrowed_tokenizer(gguf_file):
-    model, params, tokenizer = load_pretrained(
-        ModelSource(architecture=CONFIG.replace(dtype="bfloat16")), KEY
-    )
-    assert tokenizer is None and model.config.dtype == "bfloat16"
+    config = CONFIG.replace(dtype="bfloat16")
+    source = ModelSource(architecture=config, tokenizer=str(gguf_file))
+    model, params, tokenizer = load_pretrained(source, KEY)
+    assert model.config == config
     assert_trees_equal(params, model.init(KEY))
-    source = ModelSource(architecture=CONFIG, tokenizer=str(gguf_file))
-    assert load_pretrained(source, KEY)[2].encode("he") == load_tokenizer(gguf_file).encode("he")
+    assert tokenizer.encode("he") == load_tokenizer(gguf_file).encode("he")
+    assert load_pretrained(ModelSource(architecture=config), KEY)[2] is None
     with pytest.raises(ModelLoadError, match="ids but the model's vocabulary has 61"):
         load_pretrained(ModelSource(architecture=TINY, tokenizer=str(gguf_file)), KEY)
 

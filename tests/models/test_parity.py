@@ -1,6 +1,6 @@
 """Parity with transformers on torch: every layer of every family, and exported directories.
 
-Not part of the default run. JAXRL_TORCH_PYTHON names a Python with torch and transformers (default: this one):
+Not part of the default run. JAXRL_TORCH_PYTHON is a Python with torch and transformers (default: this one):
 
     JAXRL_TORCH_PYTHON=/path/to/python pytest -m parity tests/models/test_parity.py -rP
 """
