@@ -26,6 +26,7 @@ def test_shape_is_the_published_one(smollm2):
     assert [tokenizer.decode([i]) for i in (0, 1, 2)] == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
+@pytest.mark.slow
 def test_answers_and_ends_its_turn(smollm2):
     model, params, tokenizer = smollm2
     chat = [{"role": "user", "content": "What is the capital of France?"}]
