@@ -83,8 +83,8 @@ def open_model(
       sharding: mesh and rules; parameters are created or read directly on their shards.
 
     Returns:
-      model, tokenizer (None for a fresh start without ``tokenizer``), and ``load(key) -> params`` with a typed
-      key for everything random: a fresh start, or fresh adapters on pretrained weights.
+      model, tokenizer (None for a fresh start without ``tokenizer``), and ``load(key) -> params`` with a
+      typed key for everything random: a fresh start, or fresh adapters on pretrained weights.
 
     Raises:
       ModelLoadError: weights or tokenizer are missing, unreadable, unsupported or do not fit each other.
