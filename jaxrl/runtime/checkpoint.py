@@ -348,7 +348,7 @@ class _Store:
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
             if self._read_only:
-                options = ocp.CheckpointManagerOptions(read_only=True, save_interval_steps=0, create=False)
+                options = ocp.CheckpointManagerOptions(create=False, cleanup_tmp_directories=False)
             else:
                 options = ocp.CheckpointManagerOptions(
                     preservation_policy=self._preserve,

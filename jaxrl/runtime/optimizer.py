@@ -64,7 +64,7 @@ class OptimizerConfig:
         ):
             raise ConfigError(
                 f"schedule={self.schedule!r} with decay_steps={self.decay_steps}, warmup_steps="
-                f"{self.warmup_steps}; set decay_steps above warmup_steps (usually to the optimizer steps of the run)"
+                f"{self.warmup_steps}; set decay_steps above warmup_steps (usually the steps of the run)"
             )
         if self.weight_decay and self.name in ("adam", "sgd", "adafactor"):
             raise ConfigError(
