@@ -106,7 +106,9 @@ def emit(slots: Slots, logits: jax.Array, rows: jax.Array, run_key: jax.Array) -
     }
 
 
-def prefill(model: LanguageModel, piece: int, params: Params, tokens: jax.Array, lengths: jax.Array) -> Prefilled:
+def prefill(
+    model: LanguageModel, piece: int, params: Params, tokens: jax.Array, lengths: jax.Array
+) -> Prefilled:
     """Run prompts ``tokens [R, P]`` (padded on the right) of ``lengths [R]`` through the model, P columns at once or,
     where P is a longer multiple of ``piece``, in pieces."""
     rows, bucket = tokens.shape
@@ -147,7 +149,8 @@ def insert(
         return jax.lax.dynamic_update_slice_in_dim(old, merged, 0, axis=axis)
 
     cache = tuple(
-        {"k": copy(old["k"], got["k"], 3), "v": copy(old["v"], got["v"], 2)} for old, got in zip(cache, prefilled.cache)
+        {"k": copy(old["k"], got["k"], 3), "v": copy(old["v"], got["v"], 2)}
+        for old, got in zip(cache, prefilled.cache)
     )
     chosen = {name: jnp.where(_like(rows, value), value, slots[name]) for name, value in new.items()}
     return cache, emit({**slots, **chosen}, prefilled.logits[index], rows, run_key)
@@ -173,7 +176,9 @@ def decode(
         running = jnp.sum(slots["finish"] == RUNNING)
         return (step < max_steps) & (running > 0) & (slots["finish"].size - running < leave_at)
 
-    def advance(carry: tuple[jax.Array, jax.Array, Cache, Slots]) -> tuple[jax.Array, jax.Array, Cache, Slots]:
+    def advance(
+        carry: tuple[jax.Array, jax.Array, Cache, Slots],
+    ) -> tuple[jax.Array, jax.Array, Cache, Slots]:
         step, busy, cache, slots = carry
         rows = slots["finish"] == RUNNING
         tokens = _constrain(model, slots["last"][:, None], "batch", None)
@@ -211,15 +216,16 @@ class Programs:
 
 
 @functools.lru_cache(maxsize=16)
-def programs(model: LanguageModel, slots: int, piece: int) -> Programs:
-    """Jit the device functions for a model, a number of slots, and a width of prefill pieces."""
+def programs(model: LanguageModel, slots: int, piece: int, gather_weights: bool = True) -> Programs:
+    """Jit the device functions for a model, a number of slots, a width of prefill pieces, and a placement of weights
+    (see ``EngineConfig``)."""
     cache_at = slots_at = prefilled_at = scalar = weights_at = None
     if model.sharding is not None:
         cache_at = model.cache_shardings(slots, 1)  # length plays no part in it
         slots_at = scalar = model.sharding.replicate()
         one_layer = model.sharding.named((None, "kv_heads", None, None), (1, model.config.num_kv_heads, 1, 1))
         prefilled_at = Prefilled(cache=one_layer, logits=slots_at)
-        weights_at = unrolled(model).param_shardings()
+        weights_at = _weights_model(model, gather_weights).param_shardings()
 
     def start(length: int, stop_width: int) -> tuple[Cache, Slots]:
         return model.init_cache(slots, length), empty_slots(slots, length, stop_width)
@@ -246,11 +252,26 @@ def _prepare(model: LanguageModel, params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(cast, unstack_layers(params, model.config.num_layers))
 
 
-def needs_preparation(model: LanguageModel, params: Params) -> bool:
-    """Whether layers are stacked or any weight is not in the compute dtype yet."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    dtype = model.config.compute_dtype
-    return "0" not in params["layers"] or any(p[-1].key in _CAST and leaf.dtype != dtype for p, leaf in leaves)
+def needs_preparation(model: LanguageModel, params: Params, gather_weights: bool = True) -> bool:
+    """Whether layers are stacked, a weight is not in the compute dtype, or weights are split over the batch axes."""
+    if "0" not in params["layers"] or (model.sharding is not None and gather_weights):
+        return True
+    leaves, dtype = jax.tree_util.tree_leaves_with_path(params), model.config.compute_dtype
+    return any(path[-1].key in _CAST and leaf.dtype != dtype for path, leaf in leaves)
+
+
+def _weights_model(model: LanguageModel, gather_weights: bool) -> LanguageModel:
+    """The unrolled model with rules that place its weights for decoding."""
+    sharding = model.sharding
+    if gather_weights:
+        batch = sharding.mesh_axes("batch")
+        rules = ((name, axes if name == "batch" else _without(axes, batch)) for name, axes in sharding.rules)
+        sharding = dataclasses.replace(sharding, rules=tuple(rules))
+    return LanguageModel(unrolled(model).config, sharding)
+
+
+def _without(axes: tuple[str, ...], dropped: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(axis for axis in axes if axis not in dropped)
 
 
 def _constrain(model: LanguageModel, x: jax.Array, *axes: str | None) -> jax.Array:

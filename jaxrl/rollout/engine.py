@@ -3,6 +3,10 @@
 The host orders the requests by prompt, prefills distinct prompts in batches, copies each prefilled prompt into as
 many free slots as it has requests, decodes in chunks, and refills the slots that finished. Shapes are static:
 requests differ only in the arrays they fill.
+
+Three seams carry what a caller may want to change: the order of admission is ``by_prompt``, a plain list of
+indices; prompts computed once and used by many slots are a ``decode.Prefilled``; and a slot's whole state is a row
+of the two pytrees of ``decode``, so that a fork of a slot is a gather of rows.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class Engine:
         self.model, self.config, self.stats = model, config, EngineStats()
         self._tokenizer = tokenizer
         self._eos = _eos_ids(config, tokenizer)
-        self._device = device.programs(model, config.slots, config.prefill_chunk)
+        self._device = device.programs(model, config.slots, config.prefill_chunk, config.gather_weights)
         self._aborted: set[tuple[int, int]] = set()
 
     def abort(self, prompt_id: int, sample_id: int) -> None:
@@ -117,7 +121,8 @@ class Engine:
         return completions
 
     def _prepared(self, params: Params) -> Params:
-        return self._device.prepare(params) if device.needs_preparation(self.model, params) else params
+        needed = device.needs_preparation(self.model, params, self.config.gather_weights)
+        return self._device.prepare(params) if needed else params
 
     def _placed(self, key: jax.Array) -> jax.Array:
         return key if self.model.sharding is None else jax.device_put(key, self.model.sharding.replicate())
@@ -194,7 +199,12 @@ class _Run:
                 break
             leave_at = config.free_slots_to_refill if self.queue else config.slots + 1
             self.cache, self.slots, steps, busy = self.engine._device.decode(
-                self.params, self.cache, self.slots, self.key, np.int32(config.decode_chunk), np.int32(leave_at)
+                self.params,
+                self.cache,
+                self.slots,
+                self.key,
+                np.int32(config.decode_chunk),
+                np.int32(leave_at),
             )
             self._tell()  # callbacks run while the device decodes
             stats.chunks += 1
@@ -208,7 +218,9 @@ class _Run:
         """Put waiting requests into free slots, prefilling prompts as they are needed."""
         while self.queue and not all(self.occupants):
             if self._is_aborted(self.queue[0]):
-                self._finish(self.queue.popleft(), np.zeros(0, np.int32), np.zeros((2, 0), np.float32), "abort")
+                self._finish(
+                    self.queue.popleft(), np.zeros(0, np.int32), np.zeros((2, 0), np.float32), "abort"
+                )
                 continue
             if self.bank is None or self._prompt(self.queue[0]) not in self.bank.rows:
                 self.bank = self._prefill()
@@ -254,7 +266,10 @@ class _Run:
         new = {name: np.zeros(count, np.int32) for name in ("column", "end", "top_k", "eos_count")}
         new |= {name: np.zeros(count, np.uint32) for name in ("prompt_id", "sample_id")}
         new |= {name: np.zeros(count, np.float32) for name in ("temperature", "top_p", "min_p")}
-        new |= {"stop_ids": np.full((count, width), -1, np.int32), "finish": np.full(count, device.RUNNING, np.int32)}
+        new |= {
+            "stop_ids": np.full((count, width), -1, np.int32),
+            "finish": np.full(count, device.RUNNING, np.int32),
+        }
         for slot in np.flatnonzero(rows):
             request = self.occupants[slot].request
             params, length = request.params, request.prompt_ids.size
@@ -313,7 +328,13 @@ class _Run:
                 "check the parameters (a diverged update, a wrong checkpoint) and the compute dtype"
             )
         completion = Completion(
-            request.prompt_id, request.sample_id, request.prompt_ids.size, tokens, streams[0], streams[1], reason
+            request.prompt_id,
+            request.sample_id,
+            request.prompt_ids.size,
+            tokens,
+            streams[0],
+            streams[1],
+            reason,
         )
         self.completions[index] = completion
         if self.on_finish is not None:

@@ -36,7 +36,9 @@ class Draw(NamedTuple):
     policy_logprob: jax.Array
 
 
-def token_keys(run_key: jax.Array, prompt_id: jax.Array, sample_id: jax.Array, position: jax.Array) -> jax.Array:
+def token_keys(
+    run_key: jax.Array, prompt_id: jax.Array, sample_id: jax.Array, position: jax.Array
+) -> jax.Array:
     """Key of the token at ``position`` of a sample: ``fold_in(fold_in(fold_in(run_key, prompt), sample), position)``.
 
     Args:
@@ -93,7 +95,9 @@ def _sums(inside: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
     return count.astype(jnp.int32), mass
 
 
-def _search(distance: jax.Array, weights: jax.Array | None, target: jax.Array, wanted: jax.Array) -> jax.Array:
+def _search(
+    distance: jax.Array, weights: jax.Array | None, target: jax.Array, wanted: jax.Array
+) -> jax.Array:
     """Smallest d per row such that the weights of the tokens with ``distance <= d`` sum to at least ``target``.
 
     Non-negative floats compare like their bit patterns, so bisection runs on the patterns: 31 steps are exact. It
@@ -156,7 +160,12 @@ def cutoff(distance: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
 
 
 def draw(
-    logits: jax.Array, uniforms: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+    logits: jax.Array,
+    uniforms: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
 ) -> Draw:
     """Sample one token per row.
 

@@ -49,14 +49,20 @@ class SamplingParams:
         object.__setattr__(self, "stop_strings", tuple(self.stop_strings))
         checks = (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "0 (greedy) or positive"),
+            (
+                "temperature",
+                self.temperature == 0 or 1e-4 <= self.temperature <= 1e4,
+                "0 (greedy) or in [1e-4, 1e4]",
+            ),
             ("top_k", self.top_k >= 0, "0 (off) or positive"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
         )
         for name, good, need in checks:
             if not good:
-                raise ConfigError(f"sampling parameter {name}={getattr(self, name)!r} is impossible; it must be {need}")
+                raise ConfigError(
+                    f"sampling parameter {name}={getattr(self, name)!r} is impossible; it must be {need}"
+                )
         if "" in self.stop_strings:
             raise ConfigError("stop_strings contains an empty string, which every text contains; remove it")
 
@@ -92,7 +98,9 @@ class Request:
         for field in ("prompt_id", "sample_id"):
             value = getattr(self, field)
             if not 0 <= value < 2**32:
-                raise DataError(f"{field}={value} cannot be folded into a random key; use 0 <= {field} < 2**32")
+                raise DataError(
+                    f"{field}={value} cannot be folded into a random key; use 0 <= {field} < 2**32"
+                )
 
     @property
     def name(self) -> str:
@@ -152,6 +160,8 @@ class EngineConfig:
       decode_chunk: most decode steps between two looks of the host.
       refill_at: with requests waiting, a chunk ends early when this many slots are free (0: an eighth of the slots).
       prefill_chunk: a bucket that is a longer multiple of this is prefilled in pieces, which bounds attention memory.
+      gather_weights: on a mesh, copy the weights once per call so that each batch shard holds all of them (split over
+        the tensor axis only), rather than gather them in every decode step; False where they do not fit.
       max_stop_ids: width of the per-slot array of EOS and stop ids.
       eos_token_ids: ids that end a completion with reason "eos"; those of the tokenizer when None.
     """
@@ -165,11 +175,19 @@ class EngineConfig:
     decode_chunk: int = 16
     refill_at: int = 0
     prefill_chunk: int = 512
+    gather_weights: bool = True
     max_stop_ids: int = 8
     eos_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_prompt_len", "slots", "prefill_batch", "decode_chunk", "prefill_chunk", "max_stop_ids"):
+        for name in (
+            "max_prompt_len",
+            "slots",
+            "prefill_batch",
+            "decode_chunk",
+            "prefill_chunk",
+            "max_stop_ids",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"engine.{name}={getattr(self, name)} must be at least 1")
         if self.max_len <= self.max_prompt_len:
@@ -182,7 +200,9 @@ class EngineConfig:
         for name, limit_name in (("prompt_buckets", "max_prompt_len"), ("cache_buckets", "max_len")):
             sizes, limit = getattr(self, name), getattr(self, limit_name)
             if sizes and (sorted(set(sizes)) != list(sizes) or sizes[0] < 1 or sizes[-1] != limit):
-                raise ConfigError(f"engine.{name}={sizes} must be ascending and end with {limit_name}={limit}")
+                raise ConfigError(
+                    f"engine.{name}={sizes} must be ascending and end with {limit_name}={limit}"
+                )
 
     @property
     def free_slots_to_refill(self) -> int:

@@ -9,10 +9,23 @@ from jaxrl.models.decoder import LanguageModel, unstack_layers
 from jaxrl.rollout import EngineConfig, Request, SamplingParams
 
 TINY = ModelConfig(
-    vocab_size=97, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, d_ff=64, max_position=256
+    vocab_size=97,
+    d_model=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    max_position=256,
 )
 ENGINE = EngineConfig(
-    slots=4, max_prompt_len=16, max_len=48, prefill_batch=2, cache_buckets=(48,), decode_chunk=5, eos_token_ids=()
+    slots=4,
+    max_prompt_len=16,
+    max_len=48,
+    prefill_batch=2,
+    cache_buckets=(48,),
+    decode_chunk=5,
+    eos_token_ids=(),
 )
 
 

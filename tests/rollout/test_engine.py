@@ -1,6 +1,7 @@
 """The slot engine: right tokens, right log-probabilities, flags, and independence of everything but the request."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -35,9 +36,14 @@ def whole_log_softmax(model, params, request, completion):
     tokens = np.zeros((1, ENGINE.max_len), np.int32)
     row = np.concatenate([request.prompt_ids, completion.token_ids])
     tokens[0, : row.size] = row
-    logits = model.logits(params, model.forward(stack_layers(params), tokens).hidden)[0] / request.params.temperature
+    logits = whole_logits(model, params, tokens)[0] / request.params.temperature
     start = completion.prompt_len - 1
     return np.asarray(jax.nn.log_softmax(logits))[start : start + completion.token_ids.size]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def whole_logits(model, params, tokens):
+    return model.logits(params, model.forward(stack_layers(params), tokens).hidden)
 
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9}])
@@ -82,7 +88,7 @@ def test_a_request_gives_the_same_tokens_in_any_company_and_order(engine, params
     assert len(set(map(tuple, together.values()))) == len(requests)
 
 
-@pytest.mark.parametrize("changes", [{"decode_chunk": 1}, {"decode_chunk": 64, "refill_at": 3}, {"prefill_chunk": 4}])
+@pytest.mark.parametrize("changes", [{"decode_chunk": 1}, {"decode_chunk": 64, "refill_at": 3}])
 def test_chunks_and_refills_do_not_change_tokens(engine, model, params, changes):
     requests = make_requests(prompts=3, samples=3)
     requests = [with_params(r, max_tokens=2 + 3 * r.sample_id) for r in requests]
@@ -91,10 +97,26 @@ def test_chunks_and_refills_do_not_change_tokens(engine, model, params, changes)
     assert tokens_of(other.generate(params, requests, KEY)) == expected
 
 
+def test_prefill_in_pieces_equals_prefill_at_once(model, params):
+    tokens = np.random.default_rng(0).integers(0, TINY.vocab_size, (3, 16)).astype(np.int32)
+    lengths = np.array([4, 9, 16], np.int32)
+    whole, pieces = (
+        jax.jit(functools.partial(device.prefill, model, piece))(params, tokens, lengths)
+        for piece in (512, 4)
+    )
+    np.testing.assert_allclose(whole.logits, pieces.logits, atol=1e-4)
+    np.testing.assert_allclose(whole.cache[1]["v"], pieces.cache[1]["v"], atol=1e-5)
+    np.testing.assert_allclose(
+        whole.logits, whole_logits(model, params, tokens)[np.arange(3), lengths - 1], atol=1e-4
+    )
+
+
 def test_slot_count_and_cache_length_do_not_change_tokens(engine, model, params):
     requests = make_requests(prompts=3, samples=3)
     expected = tokens_of(engine.generate(params, requests, KEY))
-    wide = EngineConfig(slots=7, max_prompt_len=16, max_len=64, prefill_batch=3, cache_buckets=(64,), eos_token_ids=())
+    wide = EngineConfig(
+        slots=7, max_prompt_len=16, max_len=64, prefill_batch=3, cache_buckets=(64,), eos_token_ids=()
+    )
     assert tokens_of(Engine(model, wide).generate(params, requests, KEY)) == expected
 
 
@@ -165,10 +187,10 @@ def test_finish_flags_and_the_tokens_that_cause_them(model, params):
 
 
 def test_eos_as_first_token_and_a_single_token(model, params):
-    requests = make_requests(prompts=2, samples=6)
+    requests = make_requests(prompts=2, samples=4)
     plain = Engine(model, ENGINE).generate(params, requests, KEY)
     firsts = tuple({int(c.token_ids[0]) for c in plain})
-    engine = Engine(model, dataclasses.replace(ENGINE, eos_token_ids=firsts, max_stop_ids=16))
+    engine = Engine(model, dataclasses.replace(ENGINE, eos_token_ids=firsts))
     got = engine.generate(params, requests, KEY)
     assert [c.token_ids.tolist() for c in got] == [[int(c.token_ids[0])] for c in plain]
     assert {c.finish_reason for c in got} == {"eos"} and engine.stats.decode_steps == 0
@@ -196,7 +218,9 @@ def test_stop_strings_cut_where_they_complete(model, params):
         engine = Engine(model, dataclasses.replace(config, decode_chunk=chunk), tokenizer)
         streamed = {}
         listen = lambda r, t: streamed.setdefault((r.prompt_id, r.sample_id), []).extend(t.tolist())  # noqa: B023, E731
-        got = engine.generate(params, [with_params(r, stop_strings=stops) for r in requests], KEY, on_token=listen)
+        got = engine.generate(
+            params, [with_params(r, stop_strings=stops) for r in requests], KEY, on_token=listen
+        )
         for before, after in zip(plain, got):
             whole = tokenizer.decode(before.token_ids)
             ends = [whole.index(s) + len(s) for s in stops if s in whole]
@@ -219,7 +243,9 @@ def test_streaming_comes_in_order_and_finishes_after_its_last_token(engine, para
         on_token=lambda request, tokens: events.append((request, tokens)),
     )
     for index, completion in enumerate(completions):
-        mine = [what for request, what in events if (request.prompt_id, request.sample_id) == divmod(index, 3)]
+        mine = [
+            what for request, what in events if (request.prompt_id, request.sample_id) == divmod(index, 3)
+        ]
         assert mine[-1] is completion and len(mine) > 2
         np.testing.assert_array_equal(np.concatenate(mine[:-1]), completion.token_ids)
 

@@ -38,6 +38,14 @@ def test_the_cache_is_split_over_slots_and_heads(sharded):
     assert slots["tokens"].sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize("gather_weights, shard", [(True, (32, 32)), (False, (16, 32))])
+def test_weights_are_gathered_over_the_batch_axes_on_request(sharded, gather_weights, shard):
+    built = device.programs(sharded, 4, 512, gather_weights)
+    placed = jax.eval_shape(sharded.init, KEY)
+    kernel = built.prepare.lower(placed).out_info["layers"]["1"]["mlp"]["gate"]["kernel"]
+    assert kernel.shape == (32, 64) and kernel.sharding.shard_shape(kernel.shape) == shard
+
+
 def test_slots_must_divide_over_the_mesh(sharded):
     with pytest.raises(ConfigError, match="engine.slots of 6 rows"):
         Engine(sharded, EngineConfig(slots=6, max_prompt_len=16, max_len=48))

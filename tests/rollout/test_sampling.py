@@ -37,7 +37,9 @@ def test_inversion_on_a_grid_of_uniforms_gives_the_weights(size):
     weights = np.random.default_rng(size).gamma(0.5, size=size).astype(np.float32)
     grid = 2**20
     uniforms = (jnp.arange(grid, dtype=jnp.float32) + 0.5) / grid
-    index = jax.jit(lambda u: jax.vmap(lambda u: invert_cdf(jnp.asarray(weights)[None], u[None])[0])(u))(uniforms)
+    index = jax.jit(lambda u: jax.vmap(lambda u: invert_cdf(jnp.asarray(weights)[None], u[None])[0])(u))(
+        uniforms
+    )
     frequency = np.bincount(np.asarray(index), minlength=size) / grid
     # Half a grid step at either end of an interval, and the rounding of a float32 cumulative sum.
     np.testing.assert_allclose(frequency, weights / weights.astype(np.float64).sum(), atol=1.5e-6)
@@ -79,15 +81,23 @@ def test_kept_sets_equal_a_sorting_reference(seed, ties):
     distance = logits.max(axis=1, keepdims=True) - logits
     cut = np.asarray(jax.jit(cutoff)(distance, top_k, top_p, min_p))
     for row in range(rows):
-        expected = reference_kept(-distance[row].astype(np.float64), int(top_k[row]), float(top_p[row]), float(min_p[row]))
-        np.testing.assert_array_equal(distance[row] <= cut[row], expected, err_msg=str((top_k[row], top_p[row], min_p[row])))
+        expected = reference_kept(
+            -distance[row].astype(np.float64), int(top_k[row]), float(top_p[row]), float(min_p[row])
+        )
+        np.testing.assert_array_equal(
+            distance[row] <= cut[row], expected, err_msg=str((top_k[row], top_p[row], min_p[row]))
+        )
 
 
 def test_log_probabilities_are_those_of_both_distributions():
     rng = np.random.default_rng(1)
     logits = (3 * rng.standard_normal((6, 331))).astype(np.float32)  # prime: the blocks are padded
     temperature = np.array([0.7, 1.0, 1.3, 1.0, 0.2, 2.0], np.float32)
-    settings = (temperature, np.array([0, 5, 0, 40, 0, 0], np.int32), np.array([1, 1, 0.8, 0.9, 1, 1], np.float32))
+    settings = (
+        temperature,
+        np.array([0, 5, 0, 40, 0, 0], np.int32),
+        np.array([1, 1, 0.8, 0.9, 1, 1], np.float32),
+    )
     min_p = np.array([0, 0, 0, 0, 0.1, 0], np.float32)
     got = draw(logits, rng.random((6, 2), dtype=np.float32), *settings, min_p)
     scaled = logits.astype(np.float64) / temperature[:, None]
@@ -107,7 +117,9 @@ def test_drawn_frequencies_pass_a_chi_square_test(setting):
     uniforms = jax.random.uniform(jax.random.key(5), (rows, 2))
     got = draw(jnp.broadcast_to(logits, (rows, vocab)), uniforms, *knobs(rows, **setting))
     scaled = logits.astype(np.float64) / setting.get("temperature", 1.0)
-    kept = reference_kept(scaled, setting.get("top_k", 0), setting.get("top_p", 1.0), setting.get("min_p", 0.0))
+    kept = reference_kept(
+        scaled, setting.get("top_k", 0), setting.get("top_p", 1.0), setting.get("min_p", 0.0)
+    )
     expected = np.where(kept, np.exp(scaled), 0)
     expected *= rows / expected.sum()
     counts = np.bincount(np.asarray(got.token), minlength=vocab)
