@@ -10,12 +10,11 @@ with a checksum of its bits, computed on the device before the write and again a
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import math
 import pathlib
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,12 +22,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl.errors import CheckpointError
+from jaxrl.runtime.checkpoint_store import FORMAT, Store, first_line, score
 from jaxrl.runtime.checksum import checksums
 from jaxrl.runtime.config import suggest
 from jaxrl.runtime.state import RunState
 
 logger = logging.getLogger("jaxrl")
-FORMAT = 1
 FROZEN = "frozen"
 
 
@@ -57,13 +56,12 @@ class Checkpointer:
         self._keep_best, self._best_mode = keep_best, best_mode
         policies = ocp.checkpoint_managers
         kept: list[Any] = [policies.LatestN(keep)]
-        best = None
-        if keep_best is not None:
-            best = lambda metrics: _score(metrics[keep_best], best_mode)  # noqa: E731 - Orbax wants a function
+        best = None if keep_best is None else functools.partial(_score_of, keep_best, best_mode)
+        if best is not None:
             kept.append(policies.BestN(get_metric_fn=best, n=1, keep_checkpoints_without_metrics=False))
         preserve = policies.AnyPreservationPolicy(kept)
-        self._steps = _Store(self._folder / "checkpoints", preserve, asynchronous, best=best)
-        self._frozen = _Store(self._folder / FROZEN, None, False)
+        self._steps = Store(self._folder / "checkpoints", preserve, asynchronous, best=best)
+        self._frozen = Store(self._folder / FROZEN, None, False)
 
     @property
     def steps(self) -> list[int]:
@@ -194,7 +192,7 @@ class Checkpointer:
         try:
             value, problem = read(), None
         except Exception as error:  # noqa: BLE001 - a broken file shows up as almost any exception; it is reported
-            value, problem = None, _first_line(error)
+            value, problem = None, first_line(error)
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
@@ -222,8 +220,8 @@ def load_arrays(
     folder = pathlib.Path(run_dir).absolute()
     if not (folder / "checkpoints").is_dir():
         raise CheckpointError(f"{folder} has no checkpoints; give the folder of a run that has saved one")
-    store = _Store(folder / "checkpoints", None, False, read_only=True)
-    frozen = _Store(folder / FROZEN, None, False, read_only=True)
+    store = Store(folder / "checkpoints", None, False, read_only=True)
+    frozen = Store(folder / FROZEN, None, False, read_only=True)
     try:
         steps = store.steps()
         if not steps or (step is not None and step not in steps):
@@ -253,139 +251,8 @@ def load_arrays(
         frozen.close()
 
 
-class _Store:
-    """Numbered Orbax checkpoints of (flat dict of arrays, JSON record, optional metrics) in one directory."""
-
-    def __init__(
-        self,
-        directory: pathlib.Path,
-        preserve: Any,
-        asynchronous: bool,
-        read_only: bool = False,
-        best: Callable[[Any], float] | None = None,
-    ):
-        self._directory, self._preserve, self._asynchronous = directory, preserve, asynchronous
-        self._best = best
-        self._read_only = read_only  # a reader beside a live writer must not clean up the write in progress
-        self._pending: tuple[int, int] | None = None  # step and bytes of the write in the background
-        self._manager: ocp.CheckpointManager | None = None
-
-    def steps(self) -> list[int]:
-        return sorted(self._open().all_steps()) if self._directory.is_dir() else []
-
-    def save(
-        self, step: int, arrays: dict[str, Any], record: dict[str, Any], metrics: dict[str, float] | None
-    ) -> None:
-        items = ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), record=ocp.args.JsonSave(record))
-        self._pending = (step, sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays.values()))
-        try:
-            self._open().save(step, args=items, metrics=metrics, force=True)
-        except Exception as error:
-            raise self._failed(error) from error
-        if not self._asynchronous:
-            self.wait()
-
-    def wait(self) -> None:
-        if self._pending is None:
-            return
-        try:
-            self._open().wait_until_finished()
-        except Exception as error:
-            raise self._failed(error) from error
-        self._pending = None
-
-    def read_json(self, step: int) -> dict[str, Any]:
-        record = self._open().restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore())).record
-        if record.get("format") != FORMAT:
-            raise CheckpointError(f"it has format {record.get('format')}, this version reads {FORMAT}")
-        return record
-
-    def read_arrays(self, step: int, abstract: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        placed = {
-            path: a if a.sharding is not None else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here)
-            for path, a in abstract.items()
-        }
-        args = ocp.args.PyTreeRestore(
-            item=placed,
-            restore_args=ocp.checkpoint_utils.construct_restore_args(placed),
-            partial_restore=True,
-        )
-        arrays = self._open().restore(step, args=ocp.args.Composite(state=args)).state
-        # An uncommitted leaf (a step counter made by jnp.zeros) must stay uncommitted: a committed one could
-        # not be used in one computation with arrays of a larger mesh.
-        return {
-            path: x if abstract[path].sharding is not None else jax.numpy.asarray(np.asarray(x))
-            for path, x in arrays.items()
-        }
-
-    def set_aside(self, step: int) -> None:
-        self._reset()
-        if jax.process_index() == 0:
-            source, target = self._directory / str(step), self._directory / f"{step}.corrupt"
-            if target.exists():
-                shutil.rmtree(target)
-            if source.exists():
-                source.rename(target)
-        _barrier(f"set_aside_{step}")
-
-    def best_step(self, metric: str | None, mode: str) -> int | None:
-        if metric is None or not self._directory.is_dir():
-            return None
-        manager = self._open()
-        scored = [
-            (_score(m[metric], mode), s)
-            for s in manager.all_steps()
-            if (m := manager.metrics(s)) and metric in m
-        ]
-        return max(scored)[1] if scored else None
-
-    def close(self) -> None:
-        if self._manager is not None:
-            manager, self._manager = self._manager, None
-            manager.close()
-
-    def _open(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            if self._read_only:
-                options = ocp.CheckpointManagerOptions(create=False, cleanup_tmp_directories=False)
-            else:
-                options = ocp.CheckpointManagerOptions(
-                    preservation_policy=self._preserve,
-                    best_fn=self._best,  # Orbax writes metrics only when this is set
-                    enable_async_checkpointing=self._asynchronous,
-                    cleanup_tmp_directories=True,
-                )
-            self._manager = ocp.CheckpointManager(self._directory, options=options)
-        return self._manager
-
-    def _failed(self, error: Exception) -> CheckpointError:
-        step, size = self._pending or (-1, 0)
-        self._pending = None
-        self._reset()
-        if jax.process_index() == 0:
-            for leftover in self._directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-                shutil.rmtree(leftover, ignore_errors=True)
-        text = str(error).lower()
-        full = any(
-            sign in text for sign in ("no space left", "file too large", "disk quota", "os_error_code='28'")
-        )
-        remedy = (
-            f"the disk is full: free about {max(size / 2**20, 1):.0f} MiB, or lower run.keep"
-            if full
-            else "check the folder"
-        )
-        return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self._directory} "
-            f"({_first_line(error)}); earlier checkpoints are intact; {remedy}"
-        )
-
-    def _reset(self) -> None:
-        """Drop a manager whose background write failed, or whose directory changed under it."""
-        try:
-            self.close()
-        except Exception as error:  # noqa: BLE001 - close() repeats the failure that is being reported already
-            logger.debug("closing the checkpoint manager: %s", error)
+def _score_of(name: str, mode: str, metrics: Mapping[str, float]) -> float:
+    return score(metrics[name], mode)
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
@@ -477,23 +344,3 @@ def _host_snapshot(host: Any) -> dict[str, Any]:
 
     check(host, "state.host")
     return json.loads(json.dumps(host))
-
-
-def _score(value: float, mode: str) -> float:
-    value = float(value)
-    if math.isnan(value):
-        return -math.inf
-    return value if mode == "max" else -value
-
-
-def _first_line(error: BaseException) -> str:
-    text = (str(error).strip().splitlines() or [""])[0]
-    text = text if len(text) <= 300 else text[:297] + "..."
-    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
-        multihost_utils.sync_global_devices(name)
