@@ -157,6 +157,13 @@ def attention_mask(segment_ids: jax.Array) -> jax.Array:
     return segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
 
 
+@functools.lru_cache(maxsize=64)
+def _graph(config: ModelConfig) -> tuple[nnx.GraphDef, Params]:
+    """Graph and abstract parameters of a decoder; tracing one of many unrolled layers takes seconds."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(params=jax.random.key(0)))))
+    return graphdef, nnx.to_pure_dict(state)
+
+
 @dataclasses.dataclass(frozen=True)
 class LanguageModel:
     """A static handle on a decoder: hashable, holds no arrays; every method is pure and may be jitted.
@@ -172,10 +179,9 @@ class LanguageModel:
     def _build(self, key: jax.Array) -> Decoder:
         return Decoder(self.config, rngs=nnx.Rngs(params=key))
 
-    @functools.cached_property
+    @property
     def _graph(self) -> tuple[nnx.GraphDef, Params]:
-        graphdef, state = nnx.split(nnx.eval_shape(lambda: self._build(jax.random.key(0))))
-        return graphdef, nnx.to_pure_dict(state)
+        return _graph(self.config)
 
     def abstract(self) -> Params:
         """The parameter tree as ShapeDtypeStructs, with shardings where the model has a mesh; no memory is used."""
@@ -207,9 +213,12 @@ class LanguageModel:
 
     def init(self, key: jax.Array) -> Params:
         """Fresh parameters, created directly on their shards."""
-        make = lambda key: nnx.to_pure_dict(nnx.state(self._build(key)))  # noqa: E731
+        return self._init(key)
+
+    @functools.cached_property
+    def _init(self) -> Callable[[jax.Array], Params]:
         out = None if self.sharding is None else self.param_shardings()
-        return jax.jit(make, out_shardings=out)(key)
+        return jax.jit(lambda key: nnx.to_pure_dict(nnx.state(self._build(key))), out_shardings=out)
 
     def merge(self, params: Params) -> Decoder:
         """The nnx module with these parameters (at trace time, or for interoperation)."""

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from jaxrl.data.char_tokenizer import CharTokenizer
 from jaxrl.data.chat import CHATML_TEMPLATE, prompt_encoder
 from jaxrl.data.pipeline import encode_prompts
 from jaxrl.data.prompts import PromptExample
@@ -19,6 +20,7 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.decoder import LanguageModel, Params
 from jaxrl.models.load import ModelSource, open_model
 from jaxrl.models.lora import trainable_predicate
+from jaxrl.models.tokenizer import check_tokenizer
 from jaxrl.parallel.sharding import Sharding
 from jaxrl.parallel.trees import partition
 from jaxrl.runtime.config import field
@@ -26,6 +28,9 @@ from jaxrl.runtime.optimizer import OptimizerConfig, make_optimizer
 from jaxrl.runtime.state import TrainState, count_parameters
 
 logger = logging.getLogger("jaxrl")
+
+#: ``model.tokenizer`` of this form is a character tokenizer of the alphabet that follows.
+CHARACTERS = "chars:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +79,11 @@ class Setup:
     optimizer: optax.GradientTransformation
     sharding: Sharding | None
 
+    @property
+    def can_export(self) -> bool:
+        """Whether the tokenizer can be written beside exported weights."""
+        return hasattr(self.tokenizer, "save_pretrained")
+
     def init(self, key: jax.Array) -> TrainState:
         """Fresh train state: parameters split into trainable and frozen, optimizer state on the same shards."""
         load_key, run_key = jax.random.split(key)
@@ -120,6 +130,15 @@ def setup(
       tokenizer: used instead of the model's own.
     """
     sharding = None if mesh is None or mesh.size == 1 else Sharding(mesh)
+    if source.tokenizer is not None and source.tokenizer.startswith(CHARACTERS):
+        tokenizer = CharTokenizer(source.tokenizer.removeprefix(CHARACTERS))
+        source = dataclasses.replace(source, tokenizer=None)
     model, own_tokenizer, load = open_model(source, sharding)
+    tokenizer = tokenizer or own_tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            "the model has no tokenizer; set model.tokenizer to a directory, or to 'chars:' followed by an alphabet"
+        )
+    check_tokenizer(model.config, tokenizer)
     predicate = trainable_predicate(trainable, model)
-    return Setup(model, tokenizer or own_tokenizer, load, predicate, make_optimizer(optimizer), sharding)
+    return Setup(model, tokenizer, load, predicate, make_optimizer(optimizer), sharding)

@@ -44,6 +44,7 @@ from jaxrl.runtime.update import apply_gradients, check_finite
 from jaxrl.systems._algorithm import AlgorithmConfig
 from jaxrl.systems._evaluation import EvalConfig, Evaluator, reward_input
 from jaxrl.systems._language import PromptFormat, Setup, setup
+from jaxrl.systems._warm_start import WarmStart, warm_start
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Config:
     update: UpdateConfig = field(UpdateConfig(), "update schedule")
     optimizer: OptimizerConfig = field(OptimizerConfig(), "optimizer")
     eval: EvalConfig = field(EvalConfig(), "held-out evaluation")
+    warm_start: WarmStart | None = field(None, "supervised phase before the first step, for models that start at random")
     reward_workers: int = field(2, "processes for isolated rewards")
     export: bool = field(True, "write a Hugging Face directory at the end of the run")
 
@@ -125,6 +127,8 @@ class Config:
                 f"update.micro_batches={self.update.micro_batches} does not divide the {rows // minibatches} rows of a "
                 "minibatch; use a divisor"
             )
+        if self.warm_start is not None and not (self.eval.prompts and self.eval.samples):
+            raise ConfigError("warm_start stops by the sampled accuracy; set eval.prompts and eval.samples above 0")
         if self.rollout.group_size == 1 and not self.algorithm.resolve().advantage.allow_singleton:
             raise ConfigError(
                 "rollout.group_size=1 leaves nothing to compare a completion with; use at least 2, or set "
@@ -203,7 +207,8 @@ class Grpo:
             chunk_tokens=config.update.chunk_tokens,
         )
         train, heldout = load_prompts(config.data)
-        self.stream = PromptStream(config.prompt.encode(self.tokenizer, train, "training prompts"), config.data.seed)
+        self.examples = config.prompt.encode(self.tokenizer, train, "training prompts")
+        self.stream = PromptStream(self.examples, config.data.seed)
         heldout = config.prompt.encode(self.tokenizer, heldout, "held-out prompts") if heldout else []
         self.rewards = RewardSet(config.rewards, workers=config.reward_workers)
         self.columns = config.update.columns or config.prompt.max_prompt_len + config.rollout.max_tokens
@@ -239,6 +244,23 @@ class Grpo:
 
     def init(self, key: jax.Array) -> RunState:
         state = self.parts.init(key)
+        if self.config.warm_start is not None:
+            state = warm_start(
+                self.config.warm_start,
+                self.model,
+                self.tokenizer,
+                self.examples,
+                state,
+                lambda warm: self.evaluator(self._sampling_params(warm), jax.random.fold_in(warm.key, 1))["accuracy_sampled"],
+                self.config.data.seed,
+            )
+        return self._run_state(state)
+
+    def template(self, key: jax.Array) -> RunState:
+        """A state of the right structure for a checkpoint to be read into; no warm start."""
+        return self._run_state(self.parts.init(key))
+
+    def _run_state(self, state: TrainState) -> RunState:
         reference: Params = jax.tree.map(lambda x: x.copy(), state.params) if self.needs_reference else {}
         host: dict[str, Any] = {"position": 0}
         if self.adaptive_kl:
