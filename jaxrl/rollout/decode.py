@@ -2,12 +2,13 @@
 
 Device state is two pytrees, both donated from call to call:
 
-* the cache, ``model.init_cache(B, C)``: slots over the batch axes of the mesh, key/value heads over the tensor axis;
-* the slots, a dict of replicated arrays ``[B, ...]`` (``empty_slots``): what each slot samples, how, and how far.
+* the cache, ``model.init_cache(B, C)``: slots over the batch axes of the mesh, key/value heads over the
+  tensor axis;
+* the slots, a dict of replicated arrays ``[B, ...]`` (``empty_slots``): what each samples, how, how far.
 
-Column ``c`` of a slot holds the key and value of the token at position ``c``. Columns beyond a slot's tokens hold
-left-overs; each is overwritten before any token attends to it. A slot that is not running decodes its last token
-again at its own column, which changes nothing.
+Column ``c`` of a slot holds the key and value of the token at position ``c``. Columns beyond a slot's tokens
+hold left-overs; each is overwritten before any token attends to it. A slot that is not running decodes its
+last token again at its own column, which changes nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Slots = dict[str, jax.Array]
 #: Values of ``slots["finish"]``.
 RUNNING, EOS, STOP, LENGTH, IDLE = range(5)
 
-#: Parameters that every use casts to the compute dtype (norm scales are used in float32 and stay as they are).
+#: Parameters that every use casts to the compute dtype (norm scales are used in float32 and stay so).
 _CAST = ("kernel", "bias", "embedding", "lora_a", "lora_b")
 
 
@@ -49,9 +50,9 @@ class Prefilled:
 def empty_slots(slots: int, length: int, stop_width: int) -> Slots:
     """State of ``slots`` idle slots of ``length`` columns.
 
-    Streams ``[B, C]`` are aligned with token positions. ``column`` is the position of the newest token, which is not
-    in the cache yet; ``end`` the position after the last one allowed; the first ``eos_count`` of ``stop_ids
-    [B, W]`` are EOS ids, and -1 fills the rest.
+    Streams ``[B, C]`` are aligned with token positions. ``column`` is the position of the newest token, which
+    is not in the cache yet; ``end`` the position after the last one allowed; the first ``eos_count`` of
+    ``stop_ids [B, W]`` are EOS ids, and -1 fills the rest.
     """
     row = lambda dtype, *shape: jnp.zeros((slots, *shape), dtype)  # noqa: E731
     return {
@@ -109,8 +110,8 @@ def emit(slots: Slots, logits: jax.Array, rows: jax.Array, run_key: jax.Array) -
 def prefill(
     model: LanguageModel, piece: int, params: Params, tokens: jax.Array, lengths: jax.Array
 ) -> Prefilled:
-    """Run prompts ``tokens [R, P]`` (padded on the right) of ``lengths [R]`` through the model, P columns at once or,
-    where P is a longer multiple of ``piece``, in pieces."""
+    """Run prompts ``tokens [R, P]`` (padded on the right) of ``lengths [R]`` through the model, P columns at
+    once or, where P is a longer multiple of ``piece``, in pieces."""
     rows, bucket = tokens.shape
     tokens = _constrain(model, tokens, "batch", None)
     cache = model.init_cache(rows, bucket)
@@ -139,7 +140,8 @@ def insert(
       cache, slots: state.
       prefilled: prompts.
       source: int32 ``[B]``, row of ``prefilled`` that a slot gets, -1 for a slot that stays as it is.
-      new: values of the per-slot entries for the slots that get one; ``column`` is the last one of the prompt.
+      new: values of the per-slot entries for the slots that get one; ``column`` is the last one of the
+        prompt.
     """
     rows, index = source >= 0, jnp.maximum(source, 0)
 
@@ -217,8 +219,8 @@ class Programs:
 
 @functools.lru_cache(maxsize=16)
 def programs(model: LanguageModel, slots: int, piece: int, gather_weights: bool = True) -> Programs:
-    """Jit the device functions for a model, a number of slots, a width of prefill pieces, and a placement of weights
-    (see ``EngineConfig``)."""
+    """Jit the device functions for a model, a number of slots, a width of prefill pieces, and a placement of
+    weights (see ``EngineConfig``)."""
     cache_at = slots_at = prefilled_at = scalar = weights_at = None
     if model.sharding is not None:
         cache_at = model.cache_shardings(slots, 1)  # length plays no part in it
@@ -253,7 +255,7 @@ def _prepare(model: LanguageModel, params: Params) -> Params:
 
 
 def needs_preparation(model: LanguageModel, params: Params, gather_weights: bool = True) -> bool:
-    """Whether layers are stacked, a weight is not in the compute dtype, or weights are split over the batch axes."""
+    """Whether layers are stacked, or weights have another dtype or placement than decoding wants."""
     if "0" not in params["layers"] or (model.sharding is not None and gather_weights):
         return True
     leaves, dtype = jax.tree_util.tree_leaves_with_path(params), model.config.compute_dtype

@@ -1,12 +1,12 @@
 """The slot engine: a fixed number of slots on the device, and a host loop that keeps them busy.
 
-The host orders the requests by prompt, prefills distinct prompts in batches, copies each prefilled prompt into as
-many free slots as it has requests, decodes in chunks, and refills the slots that finished. Shapes are static:
-requests differ only in the arrays they fill.
+The host orders the requests by prompt, prefills distinct prompts in batches, copies each prefilled prompt
+into as many free slots as it has requests, decodes in chunks, and refills the slots that finished. Shapes are
+static: requests differ only in the arrays they fill.
 
 Three seams carry what a caller may want to change: the order of admission is ``by_prompt``, a plain list of
-indices; prompts computed once and used by many slots are a ``decode.Prefilled``; and a slot's whole state is a row
-of the two pytrees of ``decode``, so that a fork of a slot is a gather of rows.
+indices; prompts computed once and used by many slots are a ``decode.Prefilled``; and a slot's whole state is
+a row of the two pytrees of ``decode``, so that a fork of a slot is a gather of rows.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Engine:
     """Samples completions with a fixed number of slots.
 
     A completion depends on the parameters, its request and the run key only; not on the slot, on the other
-    requests, their order or number, or on the number of slots (up to the rounding of matrix products of different
-    shapes). Compiled code is shared by all engines with the same model, slots and buckets.
+    requests, their order or number, or on the number of slots (up to the rounding of matrix products of
+    different shapes). Compiled code is shared by all engines with the same model, slots and buckets.
 
     Attributes:
       model: the language model, with its mesh if it has one.
@@ -69,8 +69,8 @@ class Engine:
             model.sharding.check_batch(config.slots, "engine.slots")
         if config.max_len > model.config.max_position:
             raise ConfigError(
-                f"engine.max_len={config.max_len} is more than the {model.config.max_position} positions of the model; "
-                "lower it, or configure rope_scaling and max_position"
+                f"engine.max_len={config.max_len} is more than the {model.config.max_position} positions "
+                "of the model; lower it, or configure rope_scaling and max_position"
             )
         self.model, self.config, self.stats = model, config, EngineStats()
         self._tokenizer = tokenizer
@@ -98,8 +98,8 @@ class Engine:
         Args:
           params: of the model, layers stacked or not (stacked ones are unstacked, once per call).
           requests: in any order and number.
-          key: typed run key. The key of a token is ``fold_in(fold_in(fold_in(key, prompt_id), sample_id), position)``
-            with the position counted from the first token of the prompt.
+          key: typed run key. The key of a token is ``fold_in(fold_in(fold_in(key, prompt_id), sample_id),
+            position)`` with the position counted from the first token of the prompt.
           on_finish: called with each request and its completion, while the device decodes the others.
           on_token: called with a request and its next tokens ``[n]``, in order, once per chunk.
 
@@ -133,7 +133,8 @@ class Engine:
             length, params = request.prompt_ids.size, request.params
             if length > c.max_prompt_len:
                 raise DataError(
-                    f"{request.name} has a prompt of {length} tokens, more than max_prompt_len={c.max_prompt_len}; "
+                    f"{request.name} has a prompt of {length} tokens, "
+                    f"more than max_prompt_len={c.max_prompt_len}; "
                     "shorten or filter the prompt, or raise engine.max_prompt_len"
                 )
             if length + params.max_tokens > c.max_len:
@@ -311,7 +312,7 @@ class _Run:
             self.slots = self.engine._device.release(self.slots, released)
 
     def _rows(self, rows: list[int]) -> Iterable[tuple[int, np.ndarray, np.ndarray]]:
-        """Slot, tokens ``[C]`` and both log-prob streams ``[2, C]`` of some slots, fetched a few at a time."""
+        """Slot, tokens ``[C]`` and both log-prob streams ``[2, C]`` of some slots."""
         for first in range(0, len(rows), _READ):
             part = rows[first : first + _READ]
             index = np.asarray(part + [part[-1]] * (_READ - len(part)), np.int32)
@@ -354,8 +355,8 @@ class _Run:
 
 
 def by_prompt(requests: Sequence[Request]) -> list[int]:
-    """Order of admission: first come first served, with requests of equal prompts together so that each prompt is
-    prefilled once and its cache can go when the last of them has started."""
+    """Order of admission: first come first served, with requests of equal prompts together so that each
+    prompt is prefilled once and its cache can go when the last of them has started."""
     first: dict[bytes, int] = {}
     for index, request in enumerate(requests):
         first.setdefault(request.prompt_ids.tobytes(), index)

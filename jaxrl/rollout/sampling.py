@@ -1,9 +1,10 @@
-"""Sampling one token per row from logits: temperature, top-k, top-p, min-p, greedy, and the log-probabilities.
+"""Sampling one token per row from logits: temperature, top-k, top-p, min-p, greedy; log-probabilities.
 
-Three choices make this cheap for a large vocabulary, where sorting or one random number per entry would cost more
-than the decoder itself: tokens are drawn by inverting the distribution function in two levels (block, then entry)
-with two uniforms per row; truncation is a threshold found by bisection, never a sort; and truncation costs nothing
-in a batch where no row asks for it. Parameters are arrays, so a new value never recompiles.
+Three choices make this cheap for a large vocabulary, where sorting or one random number per entry would cost
+more than the decoder itself: tokens are drawn by inverting the distribution function in two levels (block,
+then entry) with two uniforms per row; truncation is a threshold found by bisection, never a sort; and
+truncation costs nothing in a batch where no row asks for it. Parameters are arrays, so a new value never
+recompiles.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Draw(NamedTuple):
       token: int32 ``[B]``.
       logprob: float32 ``[B]``, under the distribution really sampled from: after temperature and truncation,
         renormalised; 0 in greedy rows, whose distribution is a point mass.
-      policy_logprob: float32 ``[B]``, under the softmax of ``logits / temperature`` without truncation (temperature 1
-        in greedy rows).
+      policy_logprob: float32 ``[B]``, under the softmax of ``logits / temperature`` without truncation
+        (temperature 1 in greedy rows).
     """
 
     token: jax.Array
@@ -39,7 +40,7 @@ class Draw(NamedTuple):
 def token_keys(
     run_key: jax.Array, prompt_id: jax.Array, sample_id: jax.Array, position: jax.Array
 ) -> jax.Array:
-    """Key of the token at ``position`` of a sample: ``fold_in(fold_in(fold_in(run_key, prompt), sample), position)``.
+    """Keys of tokens: ``fold_in(fold_in(fold_in(run_key, prompt_id), sample_id), position)``.
 
     Args:
       run_key: one typed key.
@@ -61,7 +62,7 @@ def token_keys(
 
 
 def block_width(vocab_size: int) -> int:
-    """Width of the blocks of the two-level search: the divisor of V nearest to its square root, or 256 with padding."""
+    """Width of the two-level search's blocks: the divisor of V nearest to its root, or 256 with padding."""
     divisors = [w for w in range(32, 2049) if vocab_size % w == 0]
     root = math.sqrt(vocab_size)
     return min(divisors, key=lambda w: abs(math.log(w / root)), default=min(256, vocab_size))
@@ -75,8 +76,8 @@ def invert_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
       uniform: ``[B]`` in [0, 1).
 
     Returns:
-      int32 ``[B]``. An entry of weight zero is never returned, whatever rounding does to the cumulative sums; a row
-      without any positive weight gives 0.
+      int32 ``[B]``. An entry of weight zero is never returned, whatever rounding does to the cumulative sums;
+      a row without any positive weight gives 0.
     """
     index = jnp.arange(weights.shape[-1], dtype=jnp.int32)
     positive = weights > 0
@@ -88,7 +89,7 @@ def invert_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def _sums(inside: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Number and weight of the entries ``inside`` per row, in one pass over memory (two sums would make two)."""
+    """Number and weight of the entries ``inside`` per row, in one pass over memory."""
     operands = inside.astype(jnp.float32), jnp.where(inside, weights, 0)
     zeros = jnp.float32(0), weights.dtype.type(0)
     count, mass = jax.lax.reduce(operands, zeros, lambda a, b: (a[0] + b[0], a[1] + b[1]), (1,))
@@ -98,10 +99,11 @@ def _sums(inside: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _search(
     distance: jax.Array, weights: jax.Array | None, target: jax.Array, wanted: jax.Array
 ) -> jax.Array:
-    """Smallest d per row such that the weights of the tokens with ``distance <= d`` sum to at least ``target``.
+    """Smallest d per row such that the weights of tokens with ``distance <= d`` reach ``target``.
 
-    Non-negative floats compare like their bit patterns, so bisection runs on the patterns: 31 steps are exact. It
-    ends as soon as at most one token is left between the bounds of every row. ``weights=None`` counts tokens.
+    Non-negative floats compare like their bit patterns, so bisection runs on the patterns: 31 steps are
+    exact. It ends as soon as at most one token is left between the bounds of every row. ``weights=None``
+    counts tokens.
     """
 
     def bits(x: float) -> jax.Array:
@@ -144,8 +146,8 @@ def cutoff(distance: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.A
     Args:
       distance: float32 ``[B, V]``, ``max(scaled logits) - scaled logits``.
       top_k: int32 ``[B]``, 0 for no limit.
-      top_p: float32 ``[B]`` in (0, 1], 1 for no limit: the most probable tokens up to and including the one with
-        which their mass reaches ``top_p``.
+      top_p: float32 ``[B]`` in (0, 1], 1 for no limit: the most probable tokens up to and including the one
+        with which their mass reaches ``top_p``.
       min_p: float32 ``[B]`` in [0, 1]: tokens with at least ``min_p`` times the probability of the best.
 
     Returns:
@@ -190,8 +192,8 @@ def draw(
         return jnp.where(below.astype(jnp.float32) <= cut[:, None, None], jnp.exp(-below), 0)
 
     def weigh_blocks(cut: jax.Array) -> jax.Array:
-        # The barrier keeps XLA from merging this sum with the one over blocks: one long sum is less accurate (on CPU
-        # by 1e-5 and more, as it adds one by one), and computes the exponentials twice.
+        # The barrier keeps XLA from merging this sum with the one over blocks: one long sum is less accurate
+        # (on CPU by 1e-5 and more, as it adds one by one), and computes the exponentials twice.
         return jax.lax.optimization_barrier(jnp.sum(weigh(blocks, cut), axis=-1))
 
     truncates = ~greedy & ((top_k > 0) | (top_p < 1) | (min_p > 0))

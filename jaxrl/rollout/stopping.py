@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from jaxrl.rollout.types import Decodes
 
-#: Tokens of context beyond the longest stop string: whatever a tokenizer does to the first tokens of a text (a
-#: dropped space, half a character) happens in these.
+#: Tokens of context beyond the longest stop string: whatever a tokenizer does to the first tokens of a text
+#: (a dropped space, half a character) happens in these.
 _MARGIN = 8
 
 
 class StopWatch:
-    """Watches one completion. Every token is at least one byte of text, so a match that ends in the newest tokens
-    starts at most as many tokens earlier as the stop string has bytes; only that window is decoded."""
+    """Watches one completion. Every token is at least one byte of text, so a match that ends in the newest
+    tokens starts at most as many tokens earlier as the stop string has bytes; only that window is decoded."""
 
     def __init__(self, tokenizer: Decodes, stop_strings: Sequence[str]):
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What goes into the slot engine and what comes out of it: host-side records, validated where they are made."""
+"""What goes into the slot engine and what comes out of it: host-side records, validated when made."""
 
 from __future__ import annotations
 
@@ -73,12 +73,13 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """One completion to sample. Its tokens depend on this record, the parameters and the run key, and on nothing else.
+    """One completion to sample. Its tokens depend on this record, the parameters and the run key, and on
+    nothing else.
 
     Attributes:
       prompt_ids: token ids of the prompt, at least one; becomes an int32 array.
-      prompt_id, sample_id: numbers folded into the random key (below 2**32). Requests of one group have the same
-        prompt and ``prompt_id`` and different ``sample_id``.
+      prompt_id, sample_id: numbers folded into the random key (below 2**32). Requests of one group have the
+        same prompt and ``prompt_id`` and different ``sample_id``.
       params: how to sample.
     """
 
@@ -91,8 +92,8 @@ class Request:
         ids = np.asarray(self.prompt_ids)
         if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer):
             raise DataError(
-                f"{self.name}: prompt_ids must be a non-empty list of integers, got shape {ids.shape} of {ids.dtype}; "
-                "give at least a BOS token"
+                f"{self.name}: prompt_ids must be a non-empty list of integers, "
+                f"got shape {ids.shape} of {ids.dtype}; give at least a BOS token"
             )
         object.__setattr__(self, "prompt_ids", ids.astype(np.int32))
         for field in ("prompt_id", "sample_id"):
@@ -114,9 +115,10 @@ class Completion:
 
     Attributes:
       prompt_id, sample_id, prompt_len: from the request.
-      token_ids: int32 ``[T]``, EOS or stop token included. No id means padding: the length is that of the array.
-      logprobs: float32 ``[T]``, under the distribution really sampled from (temperature and truncation applied;
-        0 for greedy).
+      token_ids: int32 ``[T]``, EOS or stop token included. No id means padding: the length is that of the
+        array.
+      logprobs: float32 ``[T]``, under the distribution really sampled from (temperature and truncation
+        applied; 0 for greedy).
       policy_logprobs: float32 ``[T]``, under the whole softmax at the request's temperature (1 for greedy).
       finish_reason: "eos", "stop" (stop token or stop string), "length" (max_tokens reached) or "abort".
     """
@@ -155,13 +157,16 @@ class EngineConfig:
       slots: completions decoded at the same time; on a mesh, a multiple of the batch shards.
       prefill_batch: distinct prompts prefilled together.
       prompt_buckets: padded prompt lengths; powers of two up to ``max_prompt_len`` when empty.
-      cache_buckets: cache lengths, of which a call takes the smallest that holds its requests; powers of two and
-        their midpoints up to ``max_len`` when empty.
+      cache_buckets: cache lengths, of which a call takes the smallest that holds its requests; powers of two
+        and their midpoints up to ``max_len`` when empty.
       decode_chunk: most decode steps between two looks of the host.
-      refill_at: with requests waiting, a chunk ends early when this many slots are free (0: an eighth of the slots).
-      prefill_chunk: a bucket that is a longer multiple of this is prefilled in pieces, which bounds attention memory.
-      gather_weights: on a mesh, copy the weights once per call so that each batch shard holds all of them (split over
-        the tensor axis only), rather than gather them in every decode step; False where they do not fit.
+      refill_at: with requests waiting, a chunk ends early when this many slots are free (0: an eighth of the
+        slots).
+      prefill_chunk: a bucket that is a longer multiple of this is prefilled in pieces, which bounds attention
+        memory.
+      gather_weights: on a mesh, copy the weights once per call so that each batch shard holds all of them
+        (split over the tensor axis only), rather than gather them in every decode step; False where they do
+        not fit.
       max_stop_ids: width of the per-slot array of EOS and stop ids.
       eos_token_ids: ids that end a completion with reason "eos"; those of the tokenizer when None.
     """

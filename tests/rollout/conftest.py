@@ -1,41 +1,10 @@
-"""A tiny model, a character tokenizer and an engine whose compiled programs all rollout tests share."""
+"""One tiny model for all rollout tests, so that they share its compiled programs."""
 
 import jax
-import numpy as np
 import pytest
+from engine_cases import TINY
 
-from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import LanguageModel, unstack_layers
-from jaxrl.rollout import EngineConfig, Request, SamplingParams
-
-TINY = ModelConfig(
-    vocab_size=97,
-    d_model=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    d_ff=64,
-    max_position=256,
-)
-ENGINE = EngineConfig(
-    slots=4,
-    max_prompt_len=16,
-    max_len=48,
-    prefill_batch=2,
-    cache_buckets=(48,),
-    decode_chunk=5,
-    eos_token_ids=(),
-)
-
-
-class Characters:
-    """Token i is one printable character; enough of a tokenizer for stop strings."""
-
-    eos_token_id = 5
-
-    def decode(self, ids):
-        return "".join(chr(33 + int(i)) for i in ids)
 
 
 @pytest.fixture(scope="session")
@@ -48,12 +17,3 @@ def params(model):
     """Unstacked, with logits spread enough that tokens differ in probability."""
     made = unstack_layers(model.init(jax.random.key(0)), TINY.num_layers)
     return {**made, "embed": {"embedding": made["embed"]["embedding"] * 20}}
-
-
-def make_requests(prompts=3, samples=3, max_tokens=20, seed=0, **settings):
-    """``prompts`` random prompts of 3 to 16 tokens, with ``samples`` requests each."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(3, 17, prompts)
-    ids = [rng.integers(0, TINY.vocab_size, n) for n in lengths]
-    chosen = SamplingParams(max_tokens=max_tokens, **settings)
-    return [Request(ids[i], i, j, chosen) for i in range(prompts) for j in range(samples)]

@@ -1,4 +1,4 @@
-"""The slot engine: right tokens, right log-probabilities, flags, and independence of everything but the request."""
+"""The slot engine: tokens, log-probabilities and flags, and independence of everything but the request."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ENGINE, TINY, Characters, make_requests
+from engine_cases import ENGINE, TINY, Characters, make_requests
 
 from jaxrl.errors import ConfigError, DataError, NonFiniteError
 from jaxrl.models.decoder import LanguageModel, stack_layers
@@ -217,7 +217,10 @@ def test_stop_strings_cut_where_they_complete(model, params):
     for chunk in (1, 5, 40):
         engine = Engine(model, dataclasses.replace(config, decode_chunk=chunk), tokenizer)
         streamed = {}
-        listen = lambda r, t: streamed.setdefault((r.prompt_id, r.sample_id), []).extend(t.tolist())  # noqa: B023, E731
+
+        def listen(request, tokens, streamed=streamed):
+            streamed.setdefault((request.prompt_id, request.sample_id), []).extend(tokens.tolist())
+
         got = engine.generate(
             params, [with_params(r, stop_strings=stops) for r in requests], KEY, on_token=listen
         )

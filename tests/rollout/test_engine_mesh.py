@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import ENGINE, TINY, make_requests
+from engine_cases import ENGINE, TINY, make_requests
 
 from jaxrl.errors import ConfigError
 from jaxrl.models.decoder import LanguageModel, stack_layers
