@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import compile_counter
 import jax
-import jax.numpy as jnp
 import numpy as np
 import protocol
 
 import jaxrl
 from jaxrl.models import LanguageModel
 from jaxrl.models.hf import load_hf
-from jaxrl.ops.logprobs import token_logprobs
+from jaxrl.objectives import Objective, PolicyBatch, policy_batch
+from jaxrl.objectives import score as score_batch
 from jaxrl.rollout import Engine, EngineConfig, Request, SamplingParams
+from jaxrl.runtime import compilation
+from jaxrl.runtime.optimizer import OptimizerConfig, make_optimizer
+from jaxrl.runtime.state import TrainState
+from jaxrl.runtime.update import check_finite
+from jaxrl.systems import grpo
 
 COMPILES = compile_counter.CompileCounter()
 State: dict[str, Any] = {}
@@ -22,7 +28,9 @@ State: dict[str, Any] = {}
 
 def load(model_dir: str) -> dict[str, Any]:
     """Load the weights in float32."""
-    config, params = load_hf(model_dir)
+    config, params = load_hf(
+        model_dir, scan_layers=False
+    )  # as configs/grpo_smollm2.py, for a model of this size
     model = LanguageModel(config)
     jax.block_until_ready(params)
     State.update(model=model, params=params)
@@ -43,7 +51,7 @@ def generate(prompts: list[list[int]], samples: int, new: int, temperature: floa
         for p, ids in enumerate(prompts)
         for s in range(samples)
     ]
-    return State["engine"].generate(State["params"], requests, jax.random.key(seed))
+    return State["engine"].generate(current_params(), requests, jax.random.key(seed))
 
 
 def sample(prompts: list[list[int]], samples: int, new: int, temperature: float, seed: int) -> dict[str, Any]:
@@ -66,24 +74,47 @@ def gap(prompts: list[list[int]], samples: int, new: int, temperature: float, se
     return {"max": float(difference.max()), "mean": float(difference.mean())}
 
 
-@jax.jit
-def _score(params: Any, tokens: jax.Array, mask: jax.Array, temperature: jax.Array) -> jax.Array:
-    model = State["model"]
-    hidden = model.forward(params, tokens[:, :-1]).hidden
-    return token_logprobs(hidden, model.head(params), tokens[:, 1:], mask[:, 1:], temperature=temperature)[0]
-
-
 def log_probs(tokens: np.ndarray, prompt: int, temperature: float = 1.0) -> np.ndarray:
-    """Log-probs ``[N, new]`` of the tokens after the prompt, as the train step computes them."""
-    mask = np.arange(tokens.shape[1]) >= prompt
-    values = _score(
-        State["params"], jnp.asarray(tokens), jnp.asarray(mask * np.ones_like(tokens)), temperature
-    )
-    return np.asarray(values)[:, prompt - 1 :]
+    """Log-probs ``[N, new]`` of the tokens after the prompt, by the scoring pass of the trainer."""
+    score_jit = jax.jit(functools.partial(score_batch, State["model"], Objective(temperature=temperature)))
+    batch = make_batch(tokens, prompt, np.zeros(len(tokens), np.float32))
+    return np.asarray(score_jit(current_params(), {}, batch.put(None))[0])[:, prompt:]
+
+
+def current_params() -> Any:
+    """Parameters as loaded, or as trained so far."""
+    return State["train"].params if "train" in State else State["params"]
+
+
+def make_batch(tokens: np.ndarray, prompt: int, advantages: np.ndarray) -> PolicyBatch:
+    return policy_batch(tokens[:, :prompt], tokens[:, prompt:], advantages, columns=tokens.shape[1])
 
 
 def score(tokens: list[list[int]], prompt: int) -> dict[str, Any]:
     return {"log_probs": log_probs(np.asarray(tokens, np.int32), prompt).tolist()}
+
+
+def prepare_training(learning_rate: float, prompt: int, new: int) -> dict[str, Any]:
+    """The jitted step of the GRPO system, with its state donated as there."""
+    optimizer = make_optimizer(OptimizerConfig(name="adamw", learning_rate=learning_rate, clip_norm=1.0))
+    State["train"] = TrainState.create(State.pop("params"), optimizer, jax.random.key(0))
+    objective = Objective(completion_columns=new)
+    bound = functools.partial(grpo.train_step, State["model"], objective, optimizer)
+    State["train_step"] = compilation.jit(bound, name="train_step", donate_argnums=0)
+    return {}
+
+
+def train_step(tokens: list[list[int]], prompt: int, advantages: list[float]) -> dict[str, Any]:
+    """One optimizer step on one batch, with the making of the batch and the reading of the metrics."""
+    ids = np.asarray(tokens, np.int32)
+    COMPILES.take()
+    start = protocol.clock()
+    batch = make_batch(ids, prompt, np.asarray(advantages, np.float32)).put(None)
+    State["train"], raw = State["train_step"](State["train"], batch)
+    metrics = check_finite(raw, State["train"].params)
+    jax.block_until_ready(State["train"])
+    result = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
+    return {**result, **protocol.since(start), "compiles": COMPILES.take()[0]}
 
 
 if __name__ == "__main__":
@@ -94,5 +125,7 @@ if __name__ == "__main__":
             "sample": sample,
             "gap": gap,
             "score": score,
+            "prepare_training": prepare_training,
+            "train_step": train_step,
         }
     )
