@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -240,6 +241,76 @@ def sampler(tiny: bool) -> Rows:
         ("first call, with compilation", f"{first:.1f} s, {compiled_first} programs"),
         ("compiled after another batch size and temperature", str(recompiled)),
         ("rollout vs trainer log-prob gap", f"mean {gap.mean():.1e}, max {gap.max():.1e}"),
+        ("peak memory", peak_memory()),
+    ]
+
+
+@check("train-step", limit_s=180)
+def train_step(tiny: bool) -> Rows:
+    """The GRPO optimizer step: time, model flops utilisation, memory, and that a second batch compiles nothing."""
+    import jax
+    import numpy as np
+
+    from benchmarks.peers.compile_counter import CompileCounter
+    from jaxrl.objectives import Objective, PolicyBatch, policy_batch, policy_gradient
+    from jaxrl.runtime.optimizer import OptimizerConfig, make_optimizer
+    from jaxrl.runtime.state import TrainState
+    from jaxrl.runtime.update import apply_gradients, check_finite
+
+    rows, prompt, new, micro_batches = (4, 8, 8, 2) if tiny else (32, 512, 512, 2)
+    dtype = "float32" if tiny else "bfloat16"
+    model = _language_model(tiny, dtype=dtype, remat="none" if tiny else "dots")
+    config, columns = model.config, prompt + new
+    optimizer = make_optimizer(OptimizerConfig(name="adamw", learning_rate=1e-5, clip_norm=1.0))
+    state = TrainState.create(model.init(jax.random.key(0)), optimizer, jax.random.key(1))
+
+    # What systems.grpo.train_step does; that module is not imported because a bare image lacks what its host side needs.
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state: TrainState, batch: PolicyBatch) -> tuple[TrainState, dict[str, jax.Array]]:
+        grads, metrics = policy_gradient(
+            model, Objective(), state.params, {}, batch, micro_batches=micro_batches
+        )
+        return apply_gradients(optimizer, state, grads, metrics)
+
+    counter = CompileCounter()
+
+    def run(seed: int) -> tuple[float, dict[str, float]]:
+        nonlocal state
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(0, config.vocab_size, (rows, columns))
+        batch = policy_batch(ids[:, :prompt], ids[:, prompt:], rng.normal(size=rows), columns=columns).put(
+            None
+        )
+        start = time.perf_counter()
+        state, raw = step(state, batch)
+        metrics = check_finite(raw, state.params)  # waits for the step, and raises if it is not finite
+        jax.block_until_ready(state.params)
+        return time.perf_counter() - start, metrics
+
+    first, metrics = run(0)
+    run(1)
+    counter.take()
+    seconds = statistics.median(run(seed)[0] for seed in range(2, 7))
+    recompiled = counter.take()[0]
+    if recompiled:
+        raise AssertionError(f"{recompiled} programs were compiled after the second step")
+    if not metrics["grad_norm"] > 0:
+        raise AssertionError(f"gradient norm is {metrics['grad_norm']}")
+    # Forward and backward are three forward passes; attention sees half the row on average; only completion tokens
+    # go through the head. Recomputed activations are not counted, by the usual definition of MFU.
+    forward = rows * columns * config.flops_per_token(columns / 2, head=False)
+    forward += rows * new * 2.0 * config.d_model * config.vocab_size
+    tflops = 3 * forward / seconds / 1e12
+    peak = peak_tflops()
+    return [
+        ("model", f"{config.num_parameters() / 1e6:.1f} M parameters, float32, computing in {dtype}"),
+        (f"{rows} rows of {prompt} + {new} tokens, {micro_batches} micro-batches", f"{seconds * 1e3:.1f} ms"),
+        ("tokens/s", f"{rows * columns / seconds:,.0f}"),
+        ("model TFLOP/s", f"{tflops:.3g}"),
+        ("MFU", "unknown peak" if peak is None else f"{100 * tflops / peak:.1f} %"),
+        ("first step, with compilation", f"{first:.1f} s"),
+        ("compiled after the second step", str(recompiled)),
+        ("gradient norm, first step", f"{metrics['grad_norm']:.4g}"),
         ("peak memory", peak_memory()),
     ]
 
