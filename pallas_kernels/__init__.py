@@ -1,0 +1,1 @@
+"""Accelerator kernels: a package of its own that imports nothing of ``jaxrl``."""
