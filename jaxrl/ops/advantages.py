@@ -186,10 +186,9 @@ def _grpo(batch: RewardBatch, config: AdvantageConfig) -> np.ndarray:
     centred = centre(batch, config)
     if config.scale == "none":
         return centred
+    std = np.full_like(centred, _batch_std(batch.rewards, batch.scorable))
     if config.scale == "group":
         std = np.where(batch.groups.singleton, 1.0, batch.groups.std(batch.rewards))
-    else:
-        std = _batch_std(batch.rewards, batch.scorable)
     # A zero in the numerator stays zero, also with epsilon = 0 and no spread.
     return np.divide(centred, std + config.epsilon, out=np.zeros_like(centred), where=centred != 0)
 

@@ -120,10 +120,6 @@ def policy_objective(
     use_kl = kl_coef is not None or config.kl_coef != 0.0
     use_entropy = entropy_coef is not None or config.entropy_coef != 0.0
     mismatch = config.mismatch
-    _require(ref_logp, "ref_logp", "the KL term", use_kl)
-    _require(entropy, "entropy", "the entropy term", use_entropy)
-    _require(sampler_logp, "sampler_logp", "mismatch", mismatch is not None)
-    _require(sampler_logp, "sampler_logp", "ratio_against='sampler'", config.ratio_against == "sampler")
     if mismatch is not None and not mismatch.row_local:
         raise ConfigError(
             "mismatch rejection and batch normalisation look at the whole batch; apply correct_mismatch to it, pass "
@@ -131,7 +127,9 @@ def policy_objective(
         )
 
     behaviour = jax.lax.stop_gradient(logp) if old_logp is None else old_logp
-    against = sampler_logp if config.ratio_against == "sampler" else behaviour
+    against = behaviour
+    if config.ratio_against == "sampler":
+        against = _require(sampler_logp, "sampler_logp", "ratio_against='sampler'")
     policy = policy_loss(config.policy, logp, against, advantages, mask, segment_ids)
     metrics = _policy_metrics(policy, logp, against, mask)
     terms: dict[str, jax.Array] = {}
@@ -143,13 +141,16 @@ def policy_objective(
         per_token = jnp.where(keep, per_token, 0)
         metrics["mean"]["off_policy_dropped"] = masked_pair(~keep, mask)
     if config.top_entropy_quantile is not None:
-        _require(entropy, "entropy", "top_entropy_quantile", True)
-        _require(entropy_threshold, "entropy_threshold", "top_entropy_quantile", True)
-        keep = high_entropy_keep(entropy, mask, entropy_threshold)
+        keep = high_entropy_keep(
+            _require(entropy, "entropy", "top_entropy_quantile"),
+            mask,
+            _require(entropy_threshold, "entropy_threshold", "top_entropy_quantile"),
+        )
         per_token = jnp.where(keep, per_token, 0)
         metrics["mean"]["high_entropy_share"] = masked_pair(keep, mask)
     if mismatch is not None and mismatch.level != "none":
-        factor = mismatch_weights(mismatch, behaviour, sampler_logp, mask, segment_ids).astype(logp.dtype)
+        reported = _require(sampler_logp, "sampler_logp", "mismatch")
+        factor = mismatch_weights(mismatch, behaviour, reported, mask, segment_ids).astype(logp.dtype)
         per_token = per_token * factor
         _add_weight_metrics(metrics, factor, mask)
     if weights is not None:
@@ -161,6 +162,8 @@ def policy_objective(
 
     terms["policy_loss"] = aggregate(config.aggregation, per_token, mask, denominators, segment_ids)
     loss = terms["policy_loss"]
+    if use_kl:
+        _require(ref_logp, "ref_logp", "the KL term")
     if ref_logp is not None:
         kl = masked(kl_penalty(config.kl_estimator, masked(logp, mask), masked(ref_logp, mask), config.kl_clamp), mask)
         metrics["mean"]["kl"] = masked_pair(kl, mask)
@@ -170,6 +173,8 @@ def policy_objective(
             aggregation = config.kl_aggregation or config.aggregation
             terms["kl_loss"] = aggregate(aggregation, kl, mask, denominators, segment_ids)
             loss = loss + (config.kl_coef if kl_coef is None else kl_coef) * terms["kl_loss"]
+    if use_entropy:
+        _require(entropy, "entropy", "the entropy term")
     if entropy is not None:
         metrics["mean"]["entropy"] = masked_pair(entropy, mask)
         if use_entropy:
@@ -204,6 +209,7 @@ def _add_weight_metrics(metrics: Metrics, factor: jax.Array, mask: jax.Array) ->
     metrics["max"]["mismatch_weight"] = masked_max(factor, mask)
 
 
-def _require(array: jax.Array | None, name: str, purpose: str, needed: bool) -> None:
-    if needed and array is None:
+def _require(array: jax.Array | None, name: str, purpose: str) -> jax.Array:
+    if array is None:
         raise ConfigError(f"{purpose} needs {name}, which is None; pass {name}= or switch {purpose} off")
+    return array

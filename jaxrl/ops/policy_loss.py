@@ -187,7 +187,7 @@ def _cispo(config: PolicyLossConfig, x: _Inputs) -> PolicyLoss:
     weight = jax.lax.stop_gradient(jnp.clip(ratio, config.cap_low, config.cap_high))
     never = jnp.zeros(ratio.shape, bool)
     low = never if config.cap_low is None else ratio < config.cap_low
-    high = ratio > config.cap_high
+    high = never if config.cap_high is None else ratio > config.cap_high
     return PolicyLoss(-weight * x.advantages * x.logp, ratio, low, high, never)
 
 

@@ -7,6 +7,7 @@ including their normalisers and epsilons.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jaxrl.errors import ConfigError
 from jaxrl.ops._checks import check_choice
@@ -107,7 +108,7 @@ def trl(
     check_choice("trl", "loss_type", loss_type, aggregations)
     check_choice("trl", "importance_sampling_level", importance_sampling_level, ("token", "sequence"))
     clip_high = epsilon if epsilon_high is None else epsilon_high
-    shared = {"importance_level": importance_sampling_level, "log_ratio_clamp": None}
+    shared: dict[str, Any] = {"importance_level": importance_sampling_level, "log_ratio_clamp": None}
     if loss_type == "cispo":
         if epsilon_high is None:
             raise ConfigError("trl: 'cispo' reads epsilon_high as the absolute cap of the ratio; set it, e.g. to 5.0")
@@ -118,7 +119,7 @@ def trl(
         if delta is not None and delta <= 1 + clip_high:
             raise ConfigError(f"trl: delta is {delta}; it must exceed 1 + epsilon_high = {1 + clip_high:g}")
         policy = PolicyLossConfig(clip_low=epsilon, clip_high=clip_high, dual_clip=delta, **shared)
-    scale = {True: "group", False: "none"}.get(scale_rewards, scale_rewards)
+    scale = scale_rewards if isinstance(scale_rewards, str) else ("group" if scale_rewards else "none")
     loss = LossConfig(
         policy=policy,
         aggregation=aggregations[loss_type],
@@ -203,7 +204,8 @@ def verl(
         "gspo": _verl_aggregation("seq-mean-token-mean", None),
         "geo_mean": Aggregation("seq-mean-token-mean", count_empty=True),
     }
-    weights, rules = None, ()
+    weights: MismatchConfig | None = None
+    rules: tuple[RejectionRule, ...] = ()
     if rollout_is is not None and not bypass_mode:
         weights = _verl_weights(rollout_is, rollout_is_threshold, rollout_is_batch_normalize)
     if rollout_rs is not None:

@@ -283,3 +283,10 @@ def test_batch_wide_corrections_are_not_left_to_a_micro_batch():
                 ops.LossConfig(mismatch=mismatch), logp=mask, sampler_logp=mask, advantages=jnp.ones(1), mask=mask,
                 denominators=ops.count(mask),
             )
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_gate_is_open_at_the_bound(advantage):
+    """A ratio of exactly 1 with clip bounds of exactly 1: the gradient passes."""
+    config = ops.PolicyLossConfig(clip_low=0.0, clip_high=0.0)
+    assert single_token(config, 0.0, advantage) == (-advantage, -advantage)
