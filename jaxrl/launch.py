@@ -32,6 +32,7 @@ from jaxrl.errors import ConfigError, JaxrlError
 from jaxrl.parallel.mesh import MeshConfig, make_mesh
 from jaxrl.runtime import config as configs
 from jaxrl.runtime import loop
+from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.runtime.run_config import RunConfig
 from jaxrl.runtime.rundir import RunDir
 from jaxrl.runtime.signals import Interrupted
@@ -89,6 +90,8 @@ def _main(argv: list[str]) -> int:
         return 0
     if options.distributed:
         jax.distributed.initialize()
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     launch = resolve(settings)
     run_dir = options.run_dir or launch.run.run_dir
     if options.dry_run:

@@ -36,6 +36,7 @@ class System(Protocol):
     Optional methods, used when present:
       ``samples(state) -> list[dict]``: JSON-able records of what the system produces, written after an
       evaluation. ``finish(state, run_dir)``: called once after the last step with the path of the run folder.
+      ``template(key) -> RunState``: like ``init`` but cheap; only its structure is used, to read a checkpoint into.
       ``describe() -> dict``: facts such as the parameter count and memory estimate, shown by ``--dry_run``.
     """
 
@@ -104,7 +105,9 @@ def _resume_or_init(
         )
     if config.resume == "must" and not found:
         raise ConfigError(f"{folder.path} has no checkpoint and run.resume='must'; check run_dir")
-    initial = system.init(jax.random.key(config.seed))
+    # A system whose ``init`` is long (a warm start) offers ``template``: the same structure, without the work.
+    make = getattr(system, "template", system.init) if found else system.init
+    initial = make(jax.random.key(config.seed))
     initial = RunState(canonical(initial.device), initial.host)
     if not found:
         return initial, 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -58,58 +57,6 @@ class TrainState:
         return cls(
             jnp.zeros((), jnp.int32), params, {} if frozen is None else frozen, optimizer.init(params), key
         )
-
-
-def partition(params: Params, predicate: Callable[[str, Any], bool]) -> tuple[Params, Params]:
-    """Split a nested dict of parameters in two.
-
-    Args:
-      params: nested dict of arrays.
-      predicate: ``(path, leaf) -> bool`` with paths such as ``'layers/0/attn/q/lora_a'``; True means
-        trainable.
-
-    Returns:
-      ``(trainable, frozen)``: nested dicts that hold only their own leaves; empty branches are left out.
-    """
-
-    def walk(tree: Params, prefix: str) -> tuple[Params, Params]:
-        trainable: Params = {}
-        frozen: Params = {}
-        for name, value in tree.items():
-            path = f"{prefix}/{name}" if prefix else str(name)
-            if isinstance(value, Mapping):
-                inner_trainable, inner_frozen = walk(value, path)
-                if inner_trainable:
-                    trainable[name] = inner_trainable
-                if inner_frozen:
-                    frozen[name] = inner_frozen
-            else:
-                (trainable if predicate(path, value) else frozen)[name] = value
-        return trainable, frozen
-
-    return walk(params, "")
-
-
-def combine(trainable: Params, frozen: Params) -> Params:
-    """Inverse of ``partition``: one nested dict with the leaves of both.
-
-    Raises:
-      ValueError: both hold a leaf at one path.
-    """
-
-    def merge(a: Params, b: Params, prefix: str) -> Params:
-        merged = dict(a)
-        for name, value in b.items():
-            path = f"{prefix}/{name}" if prefix else str(name)
-            if name not in merged:
-                merged[name] = value
-            elif isinstance(merged[name], Mapping) and isinstance(value, Mapping):
-                merged[name] = merge(merged[name], value, path)
-            else:
-                raise ValueError(f"parameter {path} is in both trees; partition must give it to one of them")
-        return merged
-
-    return merge(trainable, frozen, "")
 
 
 def count_parameters(tree: Any) -> int:

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
-from jaxrl.runtime.state import TrainState, canonical, combine, count_parameters, partition
+from jaxrl.runtime.state import TrainState, canonical, count_parameters
 
 PARAMS = {
     "layers": {
@@ -17,26 +16,6 @@ PARAMS = {
     },
     "embed": {"embedding": jnp.ones((5, 4))},
 }
-
-
-def test_partition_prunes_and_combine_is_its_inverse():
-    trainable, frozen = partition(PARAMS, lambda path, leaf: "lora_" in path)
-    assert set(trainable) == {"layers"} and set(trainable["layers"]) == {"0"}
-    assert set(trainable["layers"]["0"]["q"]) == {"lora_a", "lora_b"}
-    assert set(frozen["layers"]["0"]["q"]) == {"kernel"}
-    whole = combine(trainable, frozen)
-    assert jax.tree.structure(whole) == jax.tree.structure(PARAMS)
-    assert count_parameters(trainable) == 16 and count_parameters(whole) == count_parameters(PARAMS) == 56
-
-
-def test_partition_sees_path_and_leaf():
-    trainable, _ = partition(PARAMS, lambda path, leaf: path == "layers/1/norm/scale" and leaf.ndim == 1)
-    assert list(trainable["layers"]) == ["1"]
-
-
-def test_combine_refuses_overlap():
-    with pytest.raises(ValueError, match="layers/1/norm/scale is in both"):
-        combine(PARAMS, {"layers": {"1": {"norm": {"scale": jnp.ones(4)}}}})
 
 
 def test_train_state_is_a_pytree_under_jit():
