@@ -47,6 +47,10 @@ from jaxrl.systems._language import PromptFormat, Setup, setup
 from jaxrl.systems._warm_start import WarmStart, warm_start
 
 
+#: What the run key is folded with first, so that no two uses of it share a stream of random numbers.
+ROLLOUT, EVALUATION, ORDER = range(3)
+
+
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig:
     """How completions are sampled."""
@@ -251,7 +255,7 @@ class Grpo:
                 self.tokenizer,
                 self.examples,
                 state,
-                lambda warm: self.evaluator(self._sampling_params(warm), jax.random.fold_in(warm.key, 1))["accuracy_sampled"],
+                lambda warm: self._evaluate(warm)["accuracy_sampled"],
                 self.config.data.seed,
             )
         return self._run_state(state)
@@ -294,8 +298,10 @@ class Grpo:
         return RunState({**state.device, "train": train}, host), metrics
 
     def evaluate(self, state: RunState) -> dict[str, float]:
-        train: TrainState = state.device["train"]
-        return self.evaluator(self._sampling_params(train), jax.random.fold_in(train.key, 1))
+        return self._evaluate(state.device["train"])
+
+    def _evaluate(self, train: TrainState) -> dict[str, float]:
+        return self.evaluator(self._sampling_params(train), jax.random.fold_in(train.key, EVALUATION))
 
     def samples(self, state: RunState) -> list[dict[str, Any]]:
         del state  # the samples of the evaluation that was just made
@@ -320,13 +326,13 @@ class Grpo:
     def _rollout(self, train: TrainState, position: int) -> tuple[Scored, dict[str, float], int]:
         """Whole groups for one step; under dynamic sampling, from as many batches of prompts as it takes."""
         c = self.config.rollout
-        params = self._sampling_params(train)
+        params, key = self._sampling_params(train), jax.random.fold_in(train.key, ROLLOUT)
         kept: list[Scored] = []
         spare: list[Scored] = []
         wanted = c.prompts * c.group_size
         metrics: dict[str, float] = {}
         for number in range(c.max_batches if c.dynamic_sampling else 1):
-            scored, metrics = self._sample(params, train.key, position)
+            scored, metrics = self._sample(params, key, position)
             position += c.prompts
             if not c.dynamic_sampling:
                 return scored, metrics, position
@@ -424,7 +430,7 @@ class Grpo:
         parts: list[np.ndarray] = []
         for epoch in range(c.epochs):
             if c.order == "rows":
-                key = jax.random.fold_in(jax.random.fold_in(train.key, 2), int(train.step))
+                key = jax.random.fold_in(jax.random.fold_in(train.key, ORDER), int(train.step))
                 order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), rows))
             parts += np.split(order, c.minibatches)
         return parts
