@@ -44,6 +44,7 @@ from jaxrl.runtime.update import apply_gradients, check_finite
 from jaxrl.systems._algorithm import AlgorithmConfig
 from jaxrl.systems._evaluation import EvalConfig, Evaluator, reward_input
 from jaxrl.systems._language import PromptFormat, Setup, setup
+from jaxrl.systems._metrics import merge_parts
 from jaxrl.systems._warm_start import WarmStart, warm_start
 
 
@@ -287,9 +288,7 @@ class Grpo:
             except NonFiniteError as error:
                 error.state = RunState({**state.device, "train": train}, state.host)
                 raise
-        for name in results[0]:
-            metrics[name] = float(np.mean([r[name] for r in results]))
-        metrics["ratio/max"] = max(r["ratio/max"] for r in results)
+        metrics |= merge_parts(results)
         if self.adaptive_kl:
             a = self.config.algorithm
             host["kl_coef"] = ops.adapt_kl_coef(host["kl_coef"], metrics["kl"], a.kl_target, a.kl_horizon, batch.rows)
@@ -330,12 +329,13 @@ class Grpo:
         kept: list[Scored] = []
         spare: list[Scored] = []
         wanted = c.prompts * c.group_size
-        metrics: dict[str, float] = {}
-        for number in range(c.max_batches if c.dynamic_sampling else 1):
+        batches: list[dict[str, float]] = []
+        for _ in range(c.max_batches if c.dynamic_sampling else 1):
             scored, metrics = self._sample(params, key, position)
             position += c.prompts
             if not c.dynamic_sampling:
                 return scored, metrics, position
+            batches.append(metrics)
             keep = ops.keep_groups(scored.rewards, scored.group_ids)
             kept.append(scored.take(np.flatnonzero(keep)))
             spare.append(scored.take(np.flatnonzero(~keep)))
@@ -344,7 +344,8 @@ class Grpo:
         # Too few informative groups: fill up with flat ones. Their advantages are 0; shapes stay the same.
         useful = sum(len(part.rewards) for part in kept)
         chosen = Scored.join([*kept, *spare]).take(np.arange(wanted))
-        metrics["dynamic_sampling/batches"] = number + 1
+        metrics = merge_parts(batches)
+        metrics["dynamic_sampling/batches"] = len(batches)
         metrics["dynamic_sampling/flat_groups"] = max(wanted - useful, 0) / c.group_size
         return chosen, metrics, position
 
