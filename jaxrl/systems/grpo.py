@@ -218,12 +218,18 @@ class Grpo:
         self.rewards = RewardSet(config.rewards, workers=config.reward_workers)
         self.columns = config.update.columns or config.prompt.max_prompt_len + config.rollout.max_tokens
         rows = config.rollout.prompts * config.rollout.group_size
+        pieces = config.update.minibatches * config.update.micro_batches
+        ways = 1
+        if parts.sharding is not None:
+            ways = parts.sharding.batch_ways
+            what = "a micro-batch (rollout.prompts x group_size / update.minibatches / update.micro_batches)"
+            parts.sharding.check_batch(rows // pieces, what)
         # Adapters are merged into the weights for decoding: one product per matrix and rollout, not per token.
         plain = LanguageModel(self.model.config.replace(lora=None), self.model.sharding)
         engine_config = EngineConfig(
             max_prompt_len=config.prompt.max_prompt_len,
             max_len=config.prompt.max_prompt_len + config.rollout.max_tokens,
-            slots=config.rollout.slots or min(rows, 64),
+            slots=config.rollout.slots or min(rows, max(64 // ways, 1) * ways),
             decode_chunk=config.rollout.decode_chunk,
         )
         self.engine = Engine(plain, engine_config, self.tokenizer)
@@ -236,7 +242,7 @@ class Grpo:
         )
         self._train = compilation.jit(bound, name="train_step", donate_argnums=0)
         self._score = compilation.jit(
-            functools.partial(score, self.model, self.objective, micro_batches=config.update.micro_batches), name="score"
+            functools.partial(score, self.model, self.objective, micro_batches=pieces), name="score"
         )
         self._merged = compilation.jit(lambda p, f: merge_lora(self.model, combine(p, f))[1], name="merge_lora")
         updates = config.update.minibatches * config.update.epochs

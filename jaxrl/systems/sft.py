@@ -126,6 +126,8 @@ class Sft:
         self.config, self.parts = config, parts
         self.model, self.tokenizer = parts.model, parts.tokenizer
         self.objective = Objective(loss=CROSS_ENTROPY, chunk_tokens=config.chunk_tokens)
+        if parts.sharding is not None:
+            parts.sharding.check_batch(config.rows // config.micro_batches, "a micro-batch (rows / micro_batches)")
         train, heldout = load_prompts(config.data)
         self.rows = self._pack(train)
         self.heldout = self._pack(heldout) if heldout else None
