@@ -42,8 +42,8 @@ class TokenOutputs:
     extras: dict[str, jax.Array]
 
 
-#: ``term(params, batch, outputs) -> (sum, denominator)``; the denominator counts the micro-batch, and the term enters
-#: the loss as (sum over micro-batches) / (denominator over micro-batches), times its weight.
+#: ``term(params, batch, outputs) -> (sum, denominator)``; the term enters
+#: the loss as sum / max(denominator, 1), times its weight.
 Term = Callable[[Params, PolicyBatch, TokenOutputs], tuple[jax.Array, jax.Array]]
 
 
@@ -57,8 +57,8 @@ class Objective:
       completion_columns: the length T for aggregation modes that divide by it; None takes the columns of the batch.
       chunk_tokens: tokens whose logits are in memory at once (see ``ops.logprobs``).
       want: extra outputs of the forward pass, such as ``"layer:-2"``.
-      terms: (name, weight, term) added to the loss. ``term_counts`` must give each one's whole-step denominator when
-        there are several micro-batches.
+      terms: (name, weight, term) added to the loss; only with one micro-batch, as their denominators are known to
+        the terms alone.
     """
 
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)

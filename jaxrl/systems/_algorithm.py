@@ -72,6 +72,11 @@ class AlgorithmConfig:
         aggregation = _replace(loss.aggregation, mode=self.aggregation)
         mismatch = loss.mismatch
         if self.mismatch_level is not None:
+            if preset.correction is not None and preset.correction.level != "none":
+                raise ConfigError(
+                    "algorithm.mismatch_level and the rollout_is of algorithm.options would weight every token twice; "
+                    "drop one of them"
+                )
             mismatch = ops.MismatchConfig(
                 level=self.mismatch_level, mode=self.mismatch_mode, upper=self.mismatch_upper, lower=self.mismatch_lower
             )
@@ -83,8 +88,12 @@ class AlgorithmConfig:
             entropy_coef=self.entropy_coef,
             ratio_against=self.ratio_against,
         )
-        if self.kl_target is not None and not loss.kl_coef > 0:
-            raise ConfigError("algorithm.kl_target adapts algorithm.kl_coef, which is 0; give it a start above 0")
+        if self.kl_target is not None:
+            if not loss.kl_coef > 0:
+                raise ConfigError("algorithm.kl_target adapts algorithm.kl_coef, which is 0; give it a start above 0")
+            for name in ("kl_target", "kl_horizon"):
+                if not getattr(self, name) > 0:
+                    raise ConfigError(f"algorithm.{name} is {getattr(self, name)}; give a value above 0")
         return dataclasses.replace(preset, advantage=advantage, loss=loss)
 
     @staticmethod

@@ -37,8 +37,12 @@ class EvalConfig:
     )
 
     def validate(self) -> None:
-        for k in self.k:
-            if not 1 <= k <= max(self.samples, 1):
+        if self.prompts < 0 or self.samples < 0:
+            raise ConfigError(f"eval.prompts={self.prompts} and eval.samples={self.samples} must not be negative")
+        if self.prompts and not (self.samples or self.greedy):
+            raise ConfigError("eval.samples=0 and eval.greedy=False leave nothing to measure; set eval.prompts=0 for that")
+        for k in self.k if self.samples else ():
+            if not 1 <= k <= self.samples:
                 raise ConfigError(f"eval.k has {k}, but eval.samples is {self.samples}; k must be in 1..samples")
         if self.answer is not None:
             check_extractor(self.answer)

@@ -73,7 +73,7 @@ def warm_start(
             batch = batch.replace(positions=None, segment_ids=None).put(model.sharding)
             warm, raw = step(warm, batch)
             bar.update()
-            if (number + 1) % config.check_every == 0:
+            if (number + 1) % config.check_every == 0 or number + 1 == config.max_steps:
                 loss = check_finite(raw, warm.params, f"warm start, step {number}")["loss"]
                 reached = accuracy(warm)
                 bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{reached:.3f}")
