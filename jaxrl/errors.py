@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import types
+from typing import Any
 
 
 class JaxrlError(Exception):
@@ -31,7 +32,13 @@ class RewardError(JaxrlError, RuntimeError):
 
 
 class NonFiniteError(JaxrlError, FloatingPointError):
-    """A loss or gradient is not finite; the optimizer step was not taken."""
+    """A loss or gradient is not finite; the optimizer step was not taken.
+
+    Attributes:
+      state: the last good state, for the loop to save; None if the raiser knows none.
+    """
+
+    state: Any = None
 
 
 class MissingExtraError(JaxrlError, ImportError):

@@ -243,10 +243,11 @@ def _fill(cls: type, given: Mapping[str, Any]) -> dict[str, Any]:
         hint = hints[f.name]
         default = configs.default_of(f)
         value = full.get(f.name, default)
-        if dataclasses.is_dataclass(hint):  # a group given in part keeps the other defaults of this field
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            # A group given in part keeps the other defaults of this field.
             base = _shallow(default) if dataclasses.is_dataclass(default) else {}
             given_part = _shallow(value) if dataclasses.is_dataclass(value) else value
-            full[f.name] = _fill(hint, base | (given_part if isinstance(given_part, Mapping) else {}))
+            full[f.name] = _fill(hint, base | dict(given_part if isinstance(given_part, Mapping) else {}))
         elif dataclasses.is_dataclass(value):
             full[f.name] = _fill(type(value), _shallow(value))
         elif value is None or value is dataclasses.MISSING:

@@ -64,7 +64,7 @@ class Decoder(nnx.Module):
         if config.scan_layers:
             keys = jax.random.split(rngs.params(), config.num_layers)
             make = lambda key: Block(config, lora=config.lora is not None, rngs=nnx.Rngs(params=key))  # noqa: E731
-            self.layers = nnx.vmap(make)(keys)
+            self.layers: Any = nnx.vmap(make)(keys)
         else:
             self.layers = nnx.Dict(
                 {str(i): Block(config, lora=_has_lora(config, i), rngs=rngs) for i in range(config.num_layers)}
@@ -91,7 +91,7 @@ class Decoder(nnx.Module):
         def block(module: Block, x: jax.Array) -> jax.Array:
             return constrain(module(x, rope, mask), "batch", "seq", None)
 
-        extras = {}
+        extras: dict[str, jax.Array] = {}
         if c.scan_layers:
             graphdef, stacked = nnx.split(self.layers)
 
@@ -223,7 +223,7 @@ class LanguageModel:
     def merge(self, params: Params) -> Decoder:
         """The nnx module with these parameters (at trace time, or for interoperation)."""
         graphdef, expected = self._graph
-        if jax.tree.structure(params) != jax.tree.structure(expected):
+        if jax.tree.structure(params) != jax.tree.structure(expected):  # type: ignore[operator]
             have, need = (set(_paths(tree)) for tree in (params, expected))
             raise ConfigError(
                 f"parameters do not fit the model: missing {sorted(need - have)[:4]}, unexpected {sorted(have - need)[:4]} "

@@ -12,7 +12,8 @@ import numpy as np
 from jaxrl.errors import DataError
 from jaxrl.parallel.sharding import Sharding
 
-Array = jax.Array | np.ndarray
+#: A jax.Array on the devices, a numpy.ndarray on the host.
+Array = Any
 
 
 @jax.tree_util.register_dataclass
@@ -69,14 +70,14 @@ class PolicyBatch:
 
 
 def policy_batch(
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | np.ndarray],
+    completions: Sequence[Sequence[int] | np.ndarray],
     advantages: np.ndarray,
     *,
     columns: int,
     pad_id: int = 0,
     loss_masks: Sequence[Sequence[bool]] | None = None,
-    sampler_logps: Sequence[Sequence[float]] | None = None,
+    sampler_logps: Sequence[Sequence[float] | np.ndarray] | None = None,
     weights: np.ndarray | None = None,
 ) -> PolicyBatch:
     """One row per completion, as host arrays.

@@ -18,8 +18,8 @@ from jaxrl.errors import ConfigError
 from jaxrl.models.decoder import LanguageModel, Params
 from jaxrl.objectives.batch import PolicyBatch
 from jaxrl.ops.aggregation import count
-from jaxrl.ops.loss import LossConfig, policy_objective
 from jaxrl.ops.logprobs import token_logprobs
+from jaxrl.ops.loss import LossConfig, policy_objective
 from jaxrl.ops.metrics import Metrics, merge_metrics, summarize_metrics
 from jaxrl.ops.selection import entropy_quantile
 from jaxrl.parallel.trees import combine

@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl.errors import DataError
 
 
-def pass_at_k(num_samples: np.ndarray, num_correct: np.ndarray, k: int) -> np.ndarray:
+def pass_at_k(num_samples: np.ndarray | int, num_correct: np.ndarray, k: int) -> np.ndarray:
     """Unbiased estimate of the chance that at least one of k samples is right: 1 - C(n-c, k) / C(n, k).
 
     Chen et al., arXiv 2107.03374, equation 1, in the product form that cannot overflow.

@@ -226,7 +226,7 @@ def programs(model: LanguageModel, slots: int, piece: int, gather_weights: bool 
         cache_at = model.cache_shardings(slots, 1)  # length plays no part in it
         slots_at = scalar = model.sharding.replicate()
         one_layer = model.sharding.named((None, "kv_heads", None, None), (1, model.config.num_kv_heads, 1, 1))
-        prefilled_at = Prefilled(cache=one_layer, logits=slots_at)
+        prefilled_at = Prefilled(cache=one_layer, logits=slots_at)  # type: ignore[arg-type]  # a prefix tree
         weights_at = _weights_model(model, gather_weights).param_shardings()
 
     def start(length: int, stop_width: int) -> tuple[Cache, Slots]:

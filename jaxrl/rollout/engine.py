@@ -12,6 +12,7 @@ a row of the two pytrees of ``decode``, so that a fork of a slot is a gather of 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -302,7 +303,7 @@ class _Run:
                 reason, fresh, length = "stop", fresh[:kept], occupant.seen + kept
             occupant.seen += fresh.size
             if self.on_token is not None and fresh.size:
-                self.events.append(lambda r=occupant.request, t=fresh: self.on_token(r, t))
+                self.events.append(functools.partial(self.on_token, occupant.request, fresh))
             if reason is not None:
                 self.occupants[slot] = None
                 released[slot] = finish[slot] == device.RUNNING

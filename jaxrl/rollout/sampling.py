@@ -10,7 +10,7 @@ recompiles.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,7 @@ def _search(
     def unresolved(low: jax.Array, high: jax.Array, few: jax.Array, many: jax.Array) -> jax.Array:
         return wanted & (high - low > 1) & (many - few > 1)
 
-    def probe(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def probe(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         step, low, high, few, many = carry
         middle = jnp.where(step == 0, bits(_FIRST_PROBE), low + (high - low) // 2)
         inside = distance <= jax.lax.bitcast_convert_type(middle, jnp.float32)[:, None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jaxrl.rollout.types import Decodes
 
@@ -21,7 +21,7 @@ class StopWatch:
         self._context = max(len(stop.encode()) for stop in self._stops) + _MARGIN
         self._ids: list[int] = []
 
-    def feed(self, ids: Sequence[int]) -> int | None:
+    def feed(self, ids: Iterable[int]) -> int | None:
         """Take new tokens; returns how many of them belong to the completion if one completes a stop string.
 
         The answer for a completion does not depend on how its tokens are cut into calls.

@@ -26,7 +26,7 @@ def checksums(arrays: dict[str, Any]) -> dict[str, int]:
     groups: dict[Any, dict[str, Any]] = defaultdict(dict)
     for name, x in arrays.items():
         devices = (
-            frozenset(d.id for d in x.sharding.device_set)
+            frozenset(d.id for d in x.sharding.device_set)  # type: ignore[attr-defined]
             if isinstance(x, jax.Array) and x.committed
             else None
         )

@@ -202,7 +202,7 @@ def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_on_event)
 
 
-def _on_event(event: str, duration: float, **details: Any) -> None:
+def _on_event(event: str, duration_secs: float, **details: str | int) -> None:
     if event != COMPILE_EVENT:
         return
     name = str(details.get("fun_name", "?"))

@@ -136,7 +136,7 @@ def describe(cls: type, prefix: str = "") -> list[ConfigRow]:
     for f in dataclasses.fields(cls):
         name = f"{prefix}.{f.name}" if prefix else f.name
         hint = hints[f.name]
-        nested = [member for member in _members(hint) if dataclasses.is_dataclass(member)]
+        nested = [m for m in _members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m)]
         default = default_of(f)
         if nested != [hint]:
             shown = "required" if default is dataclasses.MISSING else repr(default)
@@ -206,7 +206,7 @@ def _build(cls: type[T], data: Any, prefix: str) -> T:
         return data
     if not isinstance(data, Mapping):
         raise ConfigError(f"{prefix} is {_shown(data)}; give a group of settings ({cls.__name__})")
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     unknown = [key for key in data if key not in fields]
     if unknown:
         lines = [
@@ -259,7 +259,7 @@ def _convert(hint: Any, value: Any, name: str) -> Any:
         raise ConfigError(
             f"{name} is {_shown(value)}; use one of {type_name(hint)}" + (hint_text and f" ({hint_text})")
         )
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         return _build(hint, value, name)
     if hint is type(None):
         if value is None:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl.errors import DataError
 
 
-def smooth(values: Sequence[float], weight: float) -> np.ndarray:
+def smooth(values: Sequence[float] | np.ndarray, weight: float) -> np.ndarray:
     """Exponential moving average with bias correction; nan entries are passed over.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl import ops
@@ -13,7 +13,7 @@ from jaxrl.ops.presets import LossPreset
 from jaxrl.rollout.types import SamplingParams
 from jaxrl.runtime.config import field, suggest
 
-LIBRARIES = {"trl": ops.trl, "verl": ops.verl, "tunix": ops.tunix}
+LIBRARIES: dict[str, Callable[..., LossPreset]] = {"trl": ops.trl, "verl": ops.verl, "tunix": ops.tunix}
 
 
 @dataclasses.dataclass(frozen=True)

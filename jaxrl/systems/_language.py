@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -38,7 +38,7 @@ class PromptFormat:
     """How a prompt becomes tokens."""
 
     max_prompt_len: int = field(256, "longest prompt in tokens")
-    on_long: str = field("drop", "what to do with longer prompts: drop (and report) or error")
+    on_long: Literal["drop", "error"] = field("drop", "what to do with longer prompts: drop (and report) or error")
     system: str | None = field(None, "system message put first")
     chat_template: str | None = field(
         None, "Jinja chat template instead of the tokenizer's own; 'chatml' is one without a default system message"

@@ -82,7 +82,7 @@ def train_step(
     return apply_gradients(optimizer, state, grads, metrics)
 
 
-def sft_batch(rows: Rows, index: Sequence[int] | None = None) -> PolicyBatch:
+def sft_batch(rows: Rows, index: Sequence[int] | np.ndarray | None = None) -> PolicyBatch:
     """Packed rows (all, or those of ``index``) as a batch with advantage 1 on the trained tokens."""
     pick = (lambda x: x) if index is None else (lambda x: x[np.asarray(index)])
     mask = pick(rows.loss_mask) > 0
@@ -142,8 +142,7 @@ class Sft:
     def _pack(self, examples: Sequence[PromptExample]) -> Rows:
         c = self.config
         sequences = tokenize(self.tokenizer, examples, c.prompt, c.append_eos)
-        on_long = "drop" if c.prompt.on_long == "drop" else "error"
-        return pack(sequences, c.row_length, getattr(self.tokenizer, "pad_token_id", None) or 0, on_long=on_long)
+        return pack(sequences, c.row_length, getattr(self.tokenizer, "pad_token_id", None) or 0, on_long=c.prompt.on_long)
 
     def init(self, key: jax.Array) -> RunState:
         return RunState(self.parts.init(key), {"position": 0})

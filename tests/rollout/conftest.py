@@ -2,8 +2,8 @@
 
 import jax
 import pytest
-from engine_cases import TINY
 
+from engine_cases import TINY
 from jaxrl.models.decoder import LanguageModel, unstack_layers
 
 

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_cases import ENGINE, TINY, Characters, make_requests
 
+from engine_cases import ENGINE, TINY, Characters, make_requests
 from jaxrl.errors import ConfigError, DataError, NonFiniteError
 from jaxrl.models.decoder import LanguageModel, stack_layers
 from jaxrl.rollout import Engine, EngineConfig, Request, SamplingParams

@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from engine_cases import ENGINE, TINY, make_requests
 
+from engine_cases import ENGINE, TINY, make_requests
 from jaxrl.errors import ConfigError
 from jaxrl.models.decoder import LanguageModel, stack_layers
 from jaxrl.parallel.mesh import MeshConfig, make_mesh

@@ -9,9 +9,9 @@ import sys
 import types
 
 import pytest
-import toy_system
 
 import jaxrl
+import toy_system
 from jaxrl import launch
 from jaxrl.runtime.metrics import deterministic, read_metrics
 

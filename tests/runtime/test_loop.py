@@ -12,7 +12,6 @@ import signal
 import jax
 import numpy as np
 import pytest
-from toy_system import Config, Toy
 
 from jaxrl.errors import CheckpointError, ConfigError, NonFiniteError
 from jaxrl.runtime import loop
@@ -21,6 +20,7 @@ from jaxrl.runtime.metrics import deterministic, read_metrics
 from jaxrl.runtime.run_config import RunConfig
 from jaxrl.runtime.rundir import RunDir
 from jaxrl.runtime.signals import Interrupted
+from toy_system import Config, Toy
 
 BASE = RunConfig(total_steps=8, eval_every=2, checkpoint_every=2, progress=False)
 

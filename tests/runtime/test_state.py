@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl.runtime.state import TrainState, canonical, count_parameters
+from jaxrl.runtime.state import TrainState, canonical
 
 PARAMS = {
     "layers": {
