@@ -47,7 +47,6 @@ from jaxrl.systems._language import PromptFormat, Setup, setup
 from jaxrl.systems._metrics import merge_parts
 from jaxrl.systems._warm_start import WarmStart, warm_start
 
-
 #: What the run key is folded with first, so that no two uses of it share a stream of random numbers.
 ROLLOUT, EVALUATION, ORDER = range(3)
 
@@ -424,7 +423,7 @@ class Grpo:
             batch = batch.replace(old_logp=np.asarray(old_logp))
         if self.preset.correction is not None:
             corrected = ops.correct_mismatch(
-                self.preset.correction, batch.old_logp, batch.sampler_logp, np.asarray(batch.loss_mask)
+                self.preset.correction, batch.old_logp, batch.sampler_logp, batch.loss_mask
             )
             weights = None if corrected.weights is None else np.asarray(corrected.weights, np.float32)
             batch = batch.replace(loss_mask=np.asarray(corrected.mask, bool), weights=weights)
