@@ -129,22 +129,28 @@ class ConfigRow:
     doc: str
 
 
-def describe(cls: type, prefix: str = "") -> list[ConfigRow]:
-    """All fields of a configuration class and of the classes nested in it, as rows for documentation."""
+def describe(cls: type, prefix: str = "", defaults: Any = None) -> list[ConfigRow]:
+    """All fields of a configuration class and of the classes nested in it, as rows for documentation.
+
+    Args:
+      cls: the dataclass.
+      prefix: dotted name put before every row.
+      defaults: an instance of ``cls`` whose values are shown as defaults; None shows those of ``cls``.
+    """
     rows: list[ConfigRow] = []
     hints, documented = typing.get_type_hints(cls), _attribute_docs(cls)
     for f in dataclasses.fields(cls):
         name = f"{prefix}.{f.name}" if prefix else f.name
         hint = hints[f.name]
         nested = [m for m in _members(hint) if isinstance(m, type) and dataclasses.is_dataclass(m)]
-        default = default_of(f)
+        default = default_of(f) if defaults is None else getattr(defaults, f.name)
         if nested != [hint]:
             shown = "required" if default is dataclasses.MISSING else repr(default)
             rows.append(
                 ConfigRow(name, type_name(hint), shown, f.metadata.get("doc") or documented.get(f.name, ""))
             )
         for member in nested:
-            rows.extend(describe(member, name))
+            rows.extend(describe(member, name, default if isinstance(default, member) else None))
     return rows
 
 
@@ -152,14 +158,14 @@ def _attribute_docs(cls: type) -> dict[str, str]:
     """Field documentation from the ``Attributes:`` section of a class docstring."""
     section = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")[2]
     docs: dict[str, str] = {}
-    name = ""
+    names: list[str] = []
     for line in section.split("\n"):
-        entry = re.match(r"  (\w+): (.*)", line)
+        entry = re.match(r"  (\w+(?:, \w+)*): (.*)", line)
         if entry:
-            name = entry.group(1)
-            docs[name] = entry.group(2)
-        elif line.startswith("    ") and name:
-            docs[name] += " " + line.strip()
+            names = entry.group(1).split(", ")
+            docs.update(dict.fromkeys(names, entry.group(2)))
+        elif line.startswith("    ") and names:
+            docs.update({name: docs[name] + " " + line.strip() for name in names})
         elif line.strip():
             break
     return docs

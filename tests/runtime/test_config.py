@@ -129,6 +129,7 @@ def test_describe_has_a_row_for_each_setting():
     assert rows["steps"].default == "required" and rows["steps"].doc == "number of steps"
     assert rows["inner.rate"].doc == "step size, per step." and rows["inner.rate"].default == "0.001"
     assert rows["inner.kind"].type == "'a' | 'b' | 3"
+    assert rows["inner.kind"].default == "'b'"  # of the field of Outer, not of Inner
     assert rows["maybe"].type == "Inner | None" and rows["maybe.rate"].type == "float"
     assert rows["pairs"].type == "tuple[tuple[str, float], ...]"
     assert all(row.doc for row in describe(RunConfig))
