@@ -17,6 +17,14 @@ class RopeScaling:
     ``linear`` divides every frequency by ``factor``; ``llama3`` does so for long wavelengths only, with a smooth
     passage between ``high_freq_factor`` and ``low_freq_factor``; ``yarn`` (arXiv 2309.00071) blends by ``beta_fast``
     and ``beta_slow`` and multiplies cos and sin by an attention factor.
+
+    Attributes:
+      kind: which of the rules.
+      factor: by how much the context grows.
+      original_max_position: context length before that, in tokens.
+      low_freq_factor, high_freq_factor: passage of ``llama3``, in wavelengths per original context.
+      beta_fast, beta_slow: passage of ``yarn``, in rotations per original context.
+      attention_factor: of ``yarn``; None: 0.1 ln(factor) + 1.
     """
 
     kind: Literal["linear", "llama3", "yarn"]
@@ -69,7 +77,9 @@ class ModelConfig:
       scan_layers: one traced block and stacked parameters (short compile time) instead of an unrolled loop.
       remat: which activations the backward pass recomputes: "none", "block" (all of a block), "dots" (keep matmul
         outputs without batch dimensions).
-      dtype: activations and matmuls; param_dtype: storage. Norms, softmax and losses are float32.
+      dtype: activations and matmuls. Norms, softmax and losses are float32.
+      param_dtype: storage.
+      lora: adapters beside the linear layers.
     """
 
     vocab_size: int

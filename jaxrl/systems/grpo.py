@@ -107,7 +107,7 @@ class Config:
 
     model: ModelSource
     data: PromptSource
-    rewards: tuple[RewardSpec, ...]
+    rewards: tuple[RewardSpec, ...] = field(doc="what is rewarded; their weighted sum counts")
     trainable: str = field("all", "all, lora, or last:K (the last K layers)")
     prompt: PromptFormat = field(PromptFormat(), "prompt format")
     rollout: RolloutConfig = field(RolloutConfig(), "sampling")
@@ -239,7 +239,7 @@ class Grpo:
         bound = functools.partial(
             train_step, self.model, self.objective, parts.optimizer, micro_batches=config.update.micro_batches
         )
-        self._train = compilation.jit(bound, name="train_step", donate_argnums=0)
+        self._train = parts.jit_step(bound)
         self._score = compilation.jit(
             functools.partial(score, self.model, self.objective, micro_batches=pieces), name="score"
         )
