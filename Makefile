@@ -60,7 +60,7 @@ lint: $(VENV)/.installed-dev ## ruff and mypy
 	$(BIN)/mypy
 
 docs: $(VENV)/.installed-dev ## documentation site in site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	@echo 'site/index.html'
 
 bench: $(VENV)/.installed-dev ## sampler and train step of jaxrl alone, on a tiny model (benchmarks/README.md: the peers)
