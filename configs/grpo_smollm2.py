@@ -18,25 +18,33 @@ def get_config(variant: str = "") -> ConfigDict:
             trainable="last:8",
             data=dict(
                 kind="reasoning_gym",
-                task="chain_sum",
-                params=dict(min_terms=2, max_terms=2, min_digits=1, max_digits=2),
+                task="basic_arithmetic",
+                params=dict(
+                    min_terms=2,
+                    max_terms=2,
+                    min_digits=1,
+                    max_digits=2,
+                    operators=("+",),
+                    allow_parentheses=False,
+                    allow_negation=False,
+                ),
                 template="What is {expression}? Reply with only the number.",
                 size=2000,
                 heldout=64,
                 seed=0,
             ),
             prompt=dict(max_prompt_len=28, chat_template="chatml"),
-            # The answer counts only as the whole reply; a reply that ends and holds the number somewhere is half way.
+            # Right is right: the last number of the reply. The second reward teaches to stop in time.
             rewards=(
-                dict(name="exact_match", weight=1.0),
-                dict(name="number_match", weight=0.3, kwargs=dict(which="last")),
+                dict(name="number_match", kwargs=dict(which="last")),
+                dict(name="finished", weight=0.2),
             ),
-            rollout=dict(prompts=8, group_size=8, max_tokens=8, temperature=1.0),
+            rollout=dict(prompts=8, group_size=8, max_tokens=13, temperature=1.0),
             algorithm=dict(name="dr_grpo"),
-            optimizer=dict(name="adamw", learning_rate=1e-5, warmup_steps=2, clip_norm=1.0),
+            optimizer=dict(name="adamw", learning_rate=3e-5, warmup_steps=2, clip_norm=1.0),
             update=dict(micro_batches=1),
-            eval=dict(prompts=64, samples=4, k=(1, 4), reward="exact_match", answer="whole"),
-            run=dict(total_steps=40, eval_every=40, checkpoint_every=0, progress_metrics=("reward", "reward/exact_match")),
+            eval=dict(prompts=64, samples=4, k=(1, 4), reward="number_match", answer="last_number"),
+            run=dict(total_steps=40, eval_every=40, checkpoint_every=0, progress_metrics=("reward", "reward/number_match")),
         )
     )
     if variant == "lora":

@@ -31,7 +31,7 @@ import jaxrl
 from jaxrl.errors import ConfigError, JaxrlError
 from jaxrl.parallel.mesh import MeshConfig, make_mesh
 from jaxrl.runtime import config as configs
-from jaxrl.runtime import loop
+from jaxrl.runtime import loop, summary
 from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.runtime.run_config import RunConfig
 from jaxrl.runtime.rundir import RunDir
@@ -104,7 +104,8 @@ def _main(argv: list[str]) -> int:
     if jax.process_index() == 0:
         _save_config(folder, launch)
     loop.run(system, launch.run, folder.path, launch.settings())
-    logger.info("done: %s", folder.report)
+    if jax.process_index() == 0:
+        summary.show(folder)
     return 0
 
 

@@ -77,8 +77,10 @@ class Decoder(nnx.Module):
         """Head ``[V, D]`` in the storage dtype."""
         return (self.embed if self.config.tie_embeddings else self.head).embedding[...]
 
-    def lookup(self, tokens: jax.Array) -> jax.Array:
-        return self.embed.embedding[...].at[tokens].get(mode="clip").astype(self.config.compute_dtype)
+    def lookup(self, tokens: jax.Array, constrain: Constrain) -> jax.Array:
+        # Rows split over the vocabulary only: else the partitioner would move every looked-up row between axes.
+        table = constrain(self.embed.embedding[...].astype(self.config.compute_dtype), "vocab", None)
+        return constrain(table.at[tokens].get(mode="clip"), "batch", "seq", None)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, mask: jax.Array | None, want: tuple[str, ...], constrain: Constrain
@@ -86,7 +88,7 @@ class Decoder(nnx.Module):
         c = self.config
         wanted = _wanted_layers(want, c.num_layers)
         rope = rope_tables(c, positions)
-        x = constrain(self.lookup(tokens), "batch", "seq", None)
+        x = self.lookup(tokens, constrain)
 
         def block(module: Block, x: jax.Array) -> jax.Array:
             return constrain(module(x, rope, mask), "batch", "seq", None)
@@ -112,10 +114,12 @@ class Decoder(nnx.Module):
                 extras.update({name: x for name, index in wanted.items() if index == i})
         return Outputs(self.final_norm(x), extras)
 
-    def cached(self, tokens: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def cached(
+        self, tokens: jax.Array, positions: jax.Array, cache: Cache, constrain: Constrain
+    ) -> tuple[jax.Array, Cache]:
         c = self.config
         rope = rope_tables(c, positions)
-        x = self.lookup(tokens)
+        x = self.lookup(tokens, constrain)
         new_cache = []
         for i in range(c.num_layers):
             block = self.layers[str(i)]
@@ -293,7 +297,7 @@ class LanguageModel:
         Returns:
           hidden ``[B, T, D]`` after the final norm, and the new cache.
         """
-        return unrolled(self).merge(params).cached(tokens, positions, cache)
+        return unrolled(self).merge(params).cached(tokens, positions, cache, self._constrain)
 
 
 @functools.lru_cache(maxsize=64)

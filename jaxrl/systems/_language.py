@@ -23,6 +23,7 @@ from jaxrl.models.lora import trainable_predicate
 from jaxrl.models.tokenizer import check_tokenizer
 from jaxrl.parallel.sharding import Sharding
 from jaxrl.parallel.trees import partition
+from jaxrl.runtime import compilation
 from jaxrl.runtime.config import field
 from jaxrl.runtime.optimizer import OptimizerConfig, make_optimizer
 from jaxrl.runtime.state import TrainState, count_parameters
@@ -91,11 +92,29 @@ class Setup:
         if not params:
             raise ConfigError("no parameter is trainable; check `trainable` and `model.lora`")
         state = TrainState.create(params, self.optimizer, run_key, frozen)
+        # Moments lie beside their parameters, scalars and keys on every device of the mesh.
+        return state if self.sharding is None else jax.device_put(state, self.state_shardings())
+
+    def state_shardings(self) -> TrainState | None:
+        """Shardings of the train state, for ``out_shardings`` of its step; None on one device."""
         if self.sharding is None:
-            return state
-        # Scalars and keys are replicated, so that every leaf of the state lives on the whole mesh.
-        small = lambda x: jax.device_put(x, self.sharding.replicate()) if x.ndim == 0 else x  # noqa: E731
-        return jax.tree.map(small, state)
+            return None
+        everywhere = self.sharding.replicate()
+        params, frozen = partition(self.model.param_shardings(), self.trainable)
+        abstract, _ = partition(self.model.abstract(), self.trainable)
+        opt_state = optax.tree.map_params(
+            self.optimizer,
+            lambda _, sharding: sharding,
+            jax.eval_shape(self.optimizer.init, abstract),
+            params,
+            transform_non_params=lambda _: everywhere,
+        )
+        return TrainState(everywhere, params, frozen, opt_state, everywhere)
+
+    def jit_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """``(state, batch, ...) -> (state, metrics)`` compiled: state donated, and returned on the shards it came on."""
+        options = {} if self.sharding is None else {"out_shardings": (self.state_shardings(), self.sharding.replicate())}
+        return compilation.jit(step, name="train_step", donate_argnums=0, **options)
 
     def describe(self) -> dict[str, Any]:
         """Parameter counts and the memory that parameters, gradients and optimizer state take; allocates nothing."""

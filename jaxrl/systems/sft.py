@@ -135,7 +135,7 @@ class Sft:
         bound = functools.partial(
             train_step, self.model, self.objective, parts.optimizer, micro_batches=config.micro_batches
         )
-        self._train = compilation.jit(bound, name="train_step", donate_argnums=0)
+        self._train = parts.jit_step(bound)
         self._score = compilation.jit(functools.partial(score, self.model, self.objective), name="score")
         self._schedule = make_schedule(config.optimizer)
 
