@@ -17,6 +17,7 @@ from jaxrl.objectives import Objective, PolicyBatch, policy_batch
 from jaxrl.objectives import score as score_batch
 from jaxrl.rollout import Engine, EngineConfig, Request, SamplingParams
 from jaxrl.runtime import compilation
+from jaxrl.runtime.host_memory import keep_freed_memory
 from jaxrl.runtime.optimizer import OptimizerConfig, make_optimizer
 from jaxrl.runtime.state import TrainState
 from jaxrl.runtime.update import check_finite
@@ -28,6 +29,7 @@ State: dict[str, Any] = {}
 
 def load(model_dir: str) -> dict[str, Any]:
     """Load the weights in float32."""
+    keep_freed_memory()  # as jaxrl.launch does on CPU
     config, params = load_hf(
         model_dir, scan_layers=False
     )  # as configs/grpo_smollm2.py, for a model of this size
