@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Sequence, Sized
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from jaxrl.errors import ModelLoadError, require
 from jaxrl.models.config import ModelConfig
@@ -34,7 +34,6 @@ _PRETOKENIZERS: dict[str, tuple[bool, str, bool, bool]] = {
 }
 
 
-@runtime_checkable
 class Tokenizer(Protocol):
     """What the library needs of a tokenizer. Ids are never compared with ``eos_token_id`` to find ends or
     padding once sampled: those are flags.

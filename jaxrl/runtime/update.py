@@ -32,7 +32,7 @@ def apply_gradients(
     Returns:
       The new state, and the metrics with ``grad_norm``, ``update_norm``, and the flags that ``check_finite`` reads.
     """
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     leaves = jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
     finite = jnp.isfinite(metrics["loss"]) & jnp.all(leaves)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -43,7 +43,7 @@ def apply_gradients(
         params=jax.tree.map(keep, params, state.params),
         opt_state=jax.tree.map(keep, opt_state, state.opt_state),
     )
-    extra = {"grad_norm": grad_norm, "update_norm": optax.global_norm(updates), FINITE: finite, LEAVES: leaves}
+    extra = {"grad_norm": grad_norm, "update_norm": optax.tree.norm(updates), FINITE: finite, LEAVES: leaves}
     return new, {**metrics, **extra}
 
 
