@@ -109,7 +109,7 @@ class Setup:
             params,
             transform_non_params=lambda _: everywhere,
         )
-        return TrainState(everywhere, params, frozen, opt_state, everywhere)
+        return TrainState(everywhere, params, frozen, opt_state, everywhere)  # type: ignore[arg-type]
 
     def jit_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``(state, batch, ...) -> (state, metrics)`` compiled: state donated, and returned on the shards it came on."""
