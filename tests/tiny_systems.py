@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from jaxrl.data.prompts import PromptExample
 from jaxrl.parallel.mesh import MeshConfig, make_mesh
-from jaxrl.rewards.base import RewardInput
+from jaxrl.rewards.base import RewardInput, RewardResult
 from jaxrl.rollout.types import Completion
 from jaxrl.runtime.config import from_config_dict
 from jaxrl.systems import grpo, sft
@@ -116,4 +115,35 @@ def leaves(tree: Any) -> dict[str, np.ndarray]:
     return found
 
 
-HERE = pathlib.Path(__file__).parent
+class FixedRewards:
+    """Stands for a ``RewardSet``: each ``collect`` returns the next of a list of score lists (nan: no score)."""
+
+    names, weights = ("fixed",), (1.0,)
+
+    def __init__(self, *batches):
+        self.batches = list(batches)
+
+    def submit(self, row):
+        return row
+
+    def collect(self, pending):
+        values = np.asarray(self.batches.pop(0), np.float64)[:, None]
+        assert len(values) == len(pending)
+        return RewardResult(values, self.names, self.weights, {})
+
+    def close(self):
+        pass
+
+
+def fresh(system, seed=0, scale=3.0):
+    """A first state whose policy is far from uniform."""
+    state = system.init(jax.random.key(seed))
+    train = state.device["train"]
+    params = jax.tree.map(lambda x: scale * x if x.ndim == 2 else x, train.params)
+    reference = jax.tree.map(lambda x: x.copy(), params) if state.device["reference"] else {}
+    return type(state)({"train": train.replace(params=params), "reference": reference}, state.host)
+
+
+def copied(state):
+    """The same state in buffers of its own; a step gives those of its argument away."""
+    return type(state)(jax.tree.map(lambda x: x.copy(), state.device), dict(state.host))

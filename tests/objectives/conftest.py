@@ -3,11 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from tiny_systems import ARCHITECTURE
 
 from jaxrl.models.config import ModelConfig
 from jaxrl.models.decoder import LanguageModel
 from jaxrl.objectives import policy_batch
+from tiny_systems import ARCHITECTURE
 
 COLUMNS = 10
 

@@ -7,11 +7,11 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from tiny_systems import mesh_of
 
 from jaxrl.errors import ConfigError, DataError
 from jaxrl.objectives import PolicyBatch, policy_batch
 from jaxrl.parallel.sharding import Sharding
+from tiny_systems import mesh_of
 
 PAD = EOS = 1
 PROMPTS = [[5, PAD, 6], [EOS]]
