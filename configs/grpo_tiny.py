@@ -2,7 +2,7 @@
 
     python -m jaxrl.launch --config=configs/grpo_tiny.py --run_dir=runs/tiny
 
-The prompt is "07+45=", the answer "250" (lowest digit first). Variants: "" and "debug" (a few tiny steps).
+The prompt is "07+45=", the answer "250" (lowest digit first). Variants: "" and "debug" (a few tiny steps on one-digit sums).
 """
 
 from ml_collections import ConfigDict
@@ -33,7 +33,7 @@ def get_config(variant: str = "") -> ConfigDict:
             prompt=dict(max_prompt_len=6),
             rewards=(dict(name="exact_match"),),
             rollout=dict(prompts=16, group_size=8, max_tokens=3, slots=128),
-            warm_start=dict(until_accuracy=0.25),
+            warm_start=dict(until_accuracy=0.25, check_every=5),
             algorithm=dict(name="grpo"),
             optimizer=dict(name="adam", learning_rate=3e-4, clip_norm=1.0),
             eval=dict(prompts=1024, samples=1, k=(1,), greedy=True),
@@ -41,9 +41,10 @@ def get_config(variant: str = "") -> ConfigDict:
         )
     )
     if variant == "debug":
-        config.rollout.update(prompts=4, group_size=2, slots=8)
-        config.eval.update(prompts=16)
-        config.warm_start.update(until_accuracy=1e-9, check_every=2, max_steps=2, rows=8)
-        config.warm_start.until_accuracy = 1e-9
+        # One-digit sums, because the warm start must get some of few held-out prompts right within few steps.
+        config.data.update(params=dict(num_digits=1), heldout=32)
+        config.rollout.update(prompts=4, group_size=2, max_tokens=2, slots=8)
+        config.eval.update(prompts=32)
+        config.warm_start.update(until_accuracy=0.02, check_every=10)
         config.run.update(total_steps=3, eval_every=3, checkpoint_every=2)
     return config
