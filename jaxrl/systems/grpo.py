@@ -90,7 +90,7 @@ class UpdateConfig:
     epochs: int = field(1, "passes over the batch")
     order: str = field("prompts", "minibatches of whole groups in order (prompts), or of shuffled rows (rows)")
     micro_batches: int = field(1, "pieces of a minibatch computed one after the other; never changes the gradient")
-    columns: int = field(0, "columns of a train batch; 0: max_prompt_len + max_tokens")
+    columns: int = field(0, "columns of a train batch; 0: those of the longest prompt + max_tokens")
     chunk_tokens: int = field(512, "tokens whose logits are in memory at once")
 
     def validate(self) -> None:
@@ -215,7 +215,11 @@ class Grpo:
         self.stream = PromptStream(self.examples, config.data.seed)
         heldout = config.prompt.encode(self.tokenizer, heldout, "held-out prompts") if heldout else []
         self.rewards = RewardSet(config.rewards, workers=config.reward_workers)
-        self.columns = config.update.columns or config.prompt.max_prompt_len + config.rollout.max_tokens
+        longest = _prefill_length(
+            max(len(example.prompt_ids) for example in [*self.examples, *heldout]),
+            self.model.config.max_position - config.rollout.max_tokens,
+        )
+        self.columns = config.update.columns or longest + config.rollout.max_tokens
         rows = config.rollout.prompts * config.rollout.group_size
         pieces = config.update.minibatches * config.update.micro_batches
         ways = 1
@@ -226,8 +230,11 @@ class Grpo:
         # Adapters are merged into the weights for decoding: one product per matrix and rollout, not per token.
         plain = LanguageModel(self.model.config.replace(lora=None), self.model.sharding)
         engine_config = EngineConfig(
-            max_prompt_len=config.prompt.max_prompt_len,
-            max_len=config.prompt.max_prompt_len + config.rollout.max_tokens,
+            max_prompt_len=longest,
+            max_len=longest + config.rollout.max_tokens,
+            # One bucket: a step whose prompts happen to be short must not compile again.
+            prompt_buckets=(longest,),
+            cache_buckets=(longest + config.rollout.max_tokens,),
             slots=config.rollout.slots or min(rows, max(64 // ways, 1) * ways),
             decode_chunk=config.rollout.decode_chunk,
         )
@@ -440,6 +447,12 @@ class Grpo:
                 order = np.asarray(jax.random.permutation(jax.random.fold_in(key, epoch), rows))
             parts += np.split(order, c.minibatches)
         return parts
+
+
+def _prefill_length(longest: int, most: int) -> int:
+    """Columns for prompts of up to ``longest`` tokens: whole pieces where the engine prefills in pieces."""
+    piece = EngineConfig.prefill_chunk
+    return longest if longest <= piece else max(longest, min(-(-longest // piece) * piece, most))
 
 
 def build(config: Config, mesh: Mesh | None = None, tokenizer: Any = None) -> Grpo:
