@@ -109,12 +109,12 @@ def test_pad_and_eos_ids_inside_a_completion_are_trained_on(plain):
     batch = plain._batch(rows)
     np.testing.assert_array_equal(batch.loss_mask.sum(axis=1), [3, 1, 4, 3])
     np.testing.assert_array_equal(batch.tokens[0, :6], [5, 6, PAD, 4, PAD, PAD])
-    np.testing.assert_array_equal(batch.loss_mask[0], [0, 0, 1, 1, 1, 0, 0, 0, 0, 0])
-    np.testing.assert_array_equal(batch.loss_mask[2], [0, 1, 1, 1, 1, 0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(batch.loss_mask[0], [0, 0, 1, 1, 1, 0, 0, 0])
+    np.testing.assert_array_equal(batch.loss_mask[2], [0, 1, 1, 1, 1, 0, 0, 0])
     expected = np.repeat([[2**-0.5], [-(2**-0.5)]], 2, axis=1).T.reshape(-1)
     np.testing.assert_allclose(batch.advantages.max(axis=1) + batch.advantages.min(axis=1), [expected[0], expected[1], expected[1], expected[0]], rtol=1e-5)  # noqa: E501
     assert (batch.advantages[~batch.loss_mask] == 0).all()
-    assert batch.tokens.shape == (4, plain.config.prompt.max_prompt_len + plain.config.rollout.max_tokens)
+    assert batch.tokens.shape == (4, 4 + plain.config.rollout.max_tokens)  # the longest prompt of the data has 4
 
 
 def test_masking_of_truncated_rows_reads_the_flag():
