@@ -69,7 +69,7 @@ def load_tokenizer(source: str | os.PathLike[str] | Any) -> Any:
         raise ModelLoadError(
             f"{path} holds no tokenizer.json; give a directory that was saved with a fast tokenizer"
         )
-    transformers = require("transformers", "hf")
+    transformers = _transformers()
     try:
         return transformers.PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # tokenizers raises bare Exception for a malformed file
@@ -81,6 +81,12 @@ def load_tokenizer(source: str | os.PathLike[str] | Any) -> Any:
 def tokenizer_size(tokenizer: Tokenizer) -> int:
     """Number of ids, special and added tokens included."""
     return len(tokenizer) if isinstance(tokenizer, Sized) else tokenizer.vocab_size
+
+
+def _transformers() -> Any:
+    # It announces at import that it found no torch, which is as it should be here.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    return require("transformers", "hf")
 
 
 def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -106,7 +112,7 @@ def check_tokenizer(config: ModelConfig, tokenizer: Tokenizer) -> None:
 
 
 def _from_gguf(reader: Any) -> Any:
-    tokenizers, transformers = require("tokenizers", "hf"), require("transformers", "hf")
+    tokenizers, transformers = require("tokenizers", "hf"), _transformers()
     where = reader.path
 
     def get(key: str, default: Any = None) -> Any:
