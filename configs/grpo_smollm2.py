@@ -33,7 +33,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 heldout=64,
                 seed=0,
             ),
-            prompt=dict(max_prompt_len=28, chat_template="chatml"),
+            prompt=dict(max_prompt_len=27, chat_template="chatml"),
             # Right is right: the last number of the reply. The second reward teaches to stop in time.
             rewards=(
                 dict(name="number_match", kwargs=dict(which="last")),
@@ -44,7 +44,7 @@ def get_config(variant: str = "") -> ConfigDict:
             optimizer=dict(name="adamw", learning_rate=3e-5, warmup_steps=2, clip_norm=1.0),
             update=dict(micro_batches=1),
             eval=dict(prompts=64, samples=4, k=(1, 4), reward="number_match", answer="last_number"),
-            run=dict(total_steps=40, eval_every=40, checkpoint_every=0, progress_metrics=("reward", "reward/number_match")),
+            run=dict(total_steps=40, eval_every=20, checkpoint_every=0, progress_metrics=("reward", "reward/number_match")),
         )
     )
     if variant == "lora":
