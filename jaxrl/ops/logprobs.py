@@ -63,8 +63,10 @@ def _put(buffer: Array, index: Array, values: Array) -> Array:
 
 def _logits(hidden: Array, head: Array, inverse: Array) -> Array:
     wide = jnp.promote_types(hidden.dtype, jnp.float32)
-    logits = jnp.einsum("ncd,vd->ncv", hidden, head.astype(hidden.dtype), preferred_element_type=wide)
-    return logits * inverse[:, None, None]
+    # Products of matrices, here and in the backward pass: see models.layers.Linear.
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    logits = jnp.einsum("td,vd->tv", flat, head.astype(hidden.dtype), preferred_element_type=wide)
+    return logits.reshape(*hidden.shape[:2], -1) * inverse[:, None, None]
 
 
 def _one_hot(logits: Array, targets: Array) -> Array:
@@ -113,10 +115,11 @@ def _chunked_bwd(columns, residuals, gradients):
         g_entropy = jnp.where(inside, _take(grad_entropy, index), 0)[..., None]
         one_hot = _one_hot(logits, _take(targets, index))
         grad = jnp.where(one_hot, g_logp, 0) - p * (g_logp + g_entropy * (log_p + _take(entropy, index)[..., None]))
-        grad = (grad * inverse[:, None, None]).astype(hidden.dtype)
-        back = jnp.einsum("ncv,vd->ncd", grad, head.astype(hidden.dtype), preferred_element_type=wide)
-        grad_head = grad_head + jnp.einsum("ncv,ncd->vd", grad, chosen, preferred_element_type=wide)
-        return _put(grad_hidden, index, back.astype(hidden.dtype)), grad_head
+        grad = (grad * inverse[:, None, None]).astype(hidden.dtype).reshape(-1, grad.shape[-1])
+        back = jnp.einsum("tv,vd->td", grad, head.astype(hidden.dtype), preferred_element_type=wide)
+        flat = chosen.reshape(-1, chosen.shape[-1])
+        grad_head = grad_head + jnp.einsum("tv,td->vd", grad, flat, preferred_element_type=wide)
+        return _put(grad_hidden, index, back.astype(hidden.dtype).reshape(chosen.shape)), grad_head
 
     start = (jnp.zeros_like(hidden), jnp.zeros(head.shape, wide))
     grad_hidden, grad_head = jax.lax.fori_loop(0, chunks, body, start)
