@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct learns to answer small sums with the number and nothing else, by GRPO on two CPU cores.
+"""SmolLM2-135M-Instruct learns to answer small sums at temperature 1, by GRPO on two CPU cores.
 
     python -m jaxrl.launch --config=configs/grpo_smollm2.py --run_dir=runs/demo
 
@@ -44,7 +44,23 @@ def get_config(variant: str = "") -> ConfigDict:
             optimizer=dict(name="adamw", learning_rate=3e-5, warmup_steps=2, clip_norm=1.0),
             update=dict(micro_batches=1),
             eval=dict(prompts=64, samples=4, k=(1, 4), reward="number_match", answer="last_number"),
-            run=dict(total_steps=40, eval_every=20, checkpoint_every=0, progress_metrics=("reward", "reward/number_match")),
+            run=dict(
+                total_steps=40,
+                eval_every=20,
+                checkpoint_every=0,  # one at the end; a run that is stopped saves as well
+                progress_metrics=("reward", "reward/number_match"),
+                plot_metrics=(
+                    "reward",
+                    "reward/number_match",
+                    "reward/finished",
+                    "entropy",
+                    "completion_length",
+                    "frac_reward_zero_std",
+                    "eval/accuracy_sampled",
+                    "eval/accuracy_greedy",
+                    "eval/pass@4",
+                ),
+            ),
         )
     )
     if variant == "lora":

@@ -131,7 +131,7 @@ class Evaluator:
                         "rewards": {n: None if np.isnan(v) else float(v) for n, v in zip(self.rewards.names, score)},
                     }
                 )
-        return records
+        return sorted(records, key=lambda r: r["decoding"] == "greedy")  # sampled ones tell more
 
 
 def reward_input(tokenizer: Any, prompt: PromptExample, completion: Completion) -> RewardInput:
