@@ -274,9 +274,10 @@ def markdown(results: Results, claims: Sequence[Claim], command: str, judged: bo
     if not judged:
         lines += ["Quick run: the sizes are too small to learn, so the verdicts mean nothing.", ""]
     lines += [
-        "A character transformer is trained by cross-entropy until it is right on a quarter of held-out sums; each run",
-        "starts from that checkpoint of its seed with a fresh Adam. Accuracies are sampled at temperature 1 on held-out",
-        "prompts. What each run does is described in `benchmarks/grpo_tiny.py`.",
+        "A character transformer is trained by cross-entropy until it is right on a quarter of held-out sums (checked every",
+        "5 steps, one sample per prompt); each run starts from that checkpoint of its seed with a fresh Adam. Accuracies",
+        "below are sampled at temperature 1, four times per held-out prompt, so a start can lie off 0.25 on either side.",
+        "What each run does is described in `benchmarks/grpo_tiny.py`.",
         "",
         f"    {command}",
         "",
