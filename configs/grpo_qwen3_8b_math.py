@@ -1,11 +1,12 @@
 """Qwen3-8B learns competition mathematics (MATH) with DAPO on a slice of 32 TPU chips (v5p-64).
 
     hf download DigitalLearningGmbH/MATH-lighteval --repo-type dataset --local-dir data/math
-    python -m jaxrl.launch --config=configs/grpo_qwen3_8b_math.py --run_dir=gs://... --distributed
+    python -m jaxrl.launch --config=configs/grpo_qwen3_8b_math.py --run_dir=/shared/runs/math
 
-Start the same command on every host. Parameters and optimizer state are split over ``fsdp`` and ``tensor``, the batch
-over ``fsdp``; with other numbers of chips, keep rows per micro-batch a multiple of data x fsdp. Variants: "" and
-"debug" (two steps of a tiny random model on sums, anywhere, without any download).
+Parameters and optimizer state are split over ``fsdp`` and ``tensor``, the batch over ``fsdp``; with other numbers of
+chips, keep rows per micro-batch a multiple of data x fsdp. Shapes and options are checked by the "debug" variant (two
+steps of a tiny random model on sums, anywhere, without any download); the full size has not been run here. Variants:
+"" and "debug".
 """
 
 from ml_collections import ConfigDict
