@@ -86,7 +86,9 @@ def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> jax.sharding.Mesh:
     return make_mesh(MeshConfig(data, fsdp, tensor), jax.devices()[: data * fsdp * tensor])
 
 
-def completion(ids: Sequence[int], finish_reason: str = "length", logprobs: Sequence[float] | None = None) -> Completion:
+def completion(
+    ids: Sequence[int], finish_reason: str = "length", logprobs: Sequence[float] | None = None
+) -> Completion:
     """A completion as the engine returns it; log-probabilities -1 unless given."""
     logp = np.full(len(ids), -1.0, np.float32) if logprobs is None else np.asarray(logprobs, np.float32)
     return Completion(0, 0, 0, np.asarray(ids, np.int32), logp, logp, finish_reason)

@@ -7,7 +7,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from tiny_systems import ARCHITECTURE, copied, fresh, leaves, make_grpo, mesh_of
 
 from jaxrl import ops
 from jaxrl.models.config import ModelConfig
@@ -17,6 +16,7 @@ from jaxrl.parallel.sharding import Sharding
 from jaxrl.runtime.optimizer import OptimizerConfig, make_optimizer
 from jaxrl.runtime.state import TrainState
 from jaxrl.systems.grpo import train_step
+from tiny_systems import ARCHITECTURE, copied, fresh, leaves, make_grpo, mesh_of
 
 CONFIG = ModelConfig(**{**ARCHITECTURE, "num_kv_heads": 2})
 OBJECTIVE = Objective(

@@ -43,5 +43,7 @@ def batch():
         sampler_logps=[-rng.exponential(2.0, n) for n in lengths],
         weights=rng.uniform(0.5, 1.5, (8, 7)),
     )
-    near = lambda scale: np.where(made.loss_mask, made.sampler_logp + rng.normal(0, scale, made.tokens.shape), 0)  # noqa: E731
+    near = lambda scale: np.where(
+        made.loss_mask, made.sampler_logp + rng.normal(0, scale, made.tokens.shape), 0
+    )  # noqa: E731
     return made.replace(old_logp=near(0.1).astype(np.float32), ref_logp=near(0.3).astype(np.float32))

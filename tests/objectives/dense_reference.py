@@ -26,7 +26,9 @@ def _softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def log_probabilities(params: Mapping[str, Any], config: Any, ids: np.ndarray, temperature: float) -> np.ndarray:
+def log_probabilities(
+    params: Mapping[str, Any], config: Any, ids: np.ndarray, temperature: float
+) -> np.ndarray:
     """log p(next token = v | ids[: t + 1]) for each t: ``[S, V]`` of one unpadded sequence."""
     d, heads, groups = config.head_dim, config.num_heads, config.num_heads // config.num_kv_heads
     x = params["embed"]["embedding"][ids]
@@ -34,9 +36,7 @@ def log_probabilities(params: Mapping[str, Any], config: Any, ids: np.ndarray, t
     for i in range(config.num_layers):
         layer = params["layers"][str(i)]
         y = _norm(x, layer["attn_norm"]["scale"], config.norm_eps)
-        q, k, v = (
-            (y @ layer["attn"][name]["kernel"]).reshape(len(ids), -1, d) for name in ("q", "k", "v")
-        )
+        q, k, v = ((y @ layer["attn"][name]["kernel"]).reshape(len(ids), -1, d) for name in ("q", "k", "v"))
         q, k = _rope(q, config.rope_theta), _rope(k, config.rope_theta)
         out = np.empty_like(q)
         for h in range(heads):
@@ -45,18 +45,26 @@ def log_probabilities(params: Mapping[str, Any], config: Any, ids: np.ndarray, t
         x = x + out.reshape(len(ids), -1) @ layer["attn"]["o"]["kernel"]
         y = _norm(x, layer["mlp_norm"]["scale"], config.norm_eps)
         gate = y @ layer["mlp"]["gate"]["kernel"]
-        x = x + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp"]["up"]["kernel"])) @ layer["mlp"]["down"]["kernel"]
+        x = (
+            x
+            + (gate / (1 + np.exp(-gate)) * (y @ layer["mlp"]["up"]["kernel"]))
+            @ layer["mlp"]["down"]["kernel"]
+        )
     x = _norm(x, params["final_norm"]["scale"], config.norm_eps)
     table = params["embed" if config.tie_embeddings else "head"]["embedding"]
     return np.log(_softmax(x @ table.T / temperature))
 
 
-def rows(batch: Any, params: Mapping[str, Any], config: Any, temperature: float) -> list[dict[str, np.ndarray]]:
+def rows(
+    batch: Any, params: Mapping[str, Any], config: Any, temperature: float
+) -> list[dict[str, np.ndarray]]:
     """Per row of an unpacked batch: streams at its loss tokens, log-probability and entropy included."""
     found = []
     for n in range(batch.tokens.shape[0]):
         at = np.flatnonzero(batch.loss_mask[n])
-        log_p = log_probabilities(params, config, batch.tokens[n, : at[-1] + 1 if at.size else 1], temperature)
+        log_p = log_probabilities(
+            params, config, batch.tokens[n, : at[-1] + 1 if at.size else 1], temperature
+        )
         row = {
             "logp": log_p[at - 1, batch.tokens[n, at]],
             "entropy": -(np.exp(log_p) * log_p).sum(-1)[at - 1],

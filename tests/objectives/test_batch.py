@@ -34,13 +34,17 @@ def test_layout_with_pad_equal_to_eos():
 
 def test_token_streams_count_from_the_first_completion_token_and_vanish_outside_the_mask():
     advantages = np.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-    batch = make(advantages=advantages, weights=advantages / 2, loss_masks=[[True, False, True], [False, True]])
+    batch = make(
+        advantages=advantages, weights=advantages / 2, loss_masks=[[True, False, True], [False, True]]
+    )
     np.testing.assert_array_equal(batch.advantages, [[0, 0, 0, 1, 0, 3, 0], [0, 0, 5, 0, 0, 0, 0]])
     np.testing.assert_array_equal(batch.weights, batch.advantages / 2)
 
 
 def test_a_row_that_is_too_long_is_named():
-    with pytest.raises(DataError, match="row 0 has 3 prompt . 3 completion tokens, more than the 5 columns.*max_tokens"):
+    with pytest.raises(
+        DataError, match="row 0 has 3 prompt . 3 completion tokens, more than the 5 columns.*max_tokens"
+    ):
         make(columns=5)
 
 
@@ -59,5 +63,7 @@ def test_put_and_take_keep_values(batch):
 
 
 def test_a_mesh_that_does_not_divide_the_rows_is_refused(batch):
-    with pytest.raises(ConfigError, match="batch of 6 rows cannot be split over mesh axes .*use a multiple of 4"):
+    with pytest.raises(
+        ConfigError, match="batch of 6 rows cannot be split over mesh axes .*use a multiple of 4"
+    ):
         batch.take(np.arange(6)).put(Sharding(mesh_of(2, 2)))

@@ -35,7 +35,9 @@ def objective(**changes) -> Objective:
     """Every term on; ``mode`` sets the aggregation."""
     mode = changes.pop("mode", "token-mean")
     loss = changes.pop("loss", dataclasses.replace(EVERYTHING, aggregation=ops.Aggregation(mode)))
-    return Objective(loss=loss, temperature=TEMPERATURE, completion_columns=COLUMNS, chunk_tokens=16, **changes)
+    return Objective(
+        loss=loss, temperature=TEMPERATURE, completion_columns=COLUMNS, chunk_tokens=16, **changes
+    )
 
 
 @functools.cache
@@ -52,7 +54,9 @@ def assert_same(a: dict, b: dict, tolerance: float = 1e-5) -> None:
     """Leaf by leaf, relative to the largest entry of the leaf."""
     assert a.keys() == b.keys()
     for name in a:
-        np.testing.assert_allclose(a[name], b[name], rtol=0, atol=tolerance * max(np.abs(b[name]).max(), 1e-3), err_msg=name)
+        np.testing.assert_allclose(
+            a[name], b[name], rtol=0, atol=tolerance * max(np.abs(b[name]).max(), 1e-3), err_msg=name
+        )
 
 
 def on_policy(batch: PolicyBatch) -> PolicyBatch:
@@ -78,7 +82,9 @@ def test_score_is_log_softmax(model, params, batch):
     reference = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     for pieces in (1, 2):
         logp, entropy = score(model, objective(), params, {}, batch, pieces)
-        assert (np.asarray(logp)[~batch.loss_mask] == 0).all() and (np.asarray(entropy)[~batch.loss_mask] == 0).all()
+        assert (np.asarray(logp)[~batch.loss_mask] == 0).all() and (
+            np.asarray(entropy)[~batch.loss_mask] == 0
+        ).all()
         for n, row in enumerate(dense_reference.rows(batch, reference, model.config, TEMPERATURE)):
             np.testing.assert_allclose(np.asarray(logp)[n, batch.loss_mask[n]], row["logp"], atol=5e-6)
             np.testing.assert_allclose(np.asarray(entropy)[n, batch.loss_mask[n]], row["entropy"], atol=5e-6)
@@ -110,9 +116,13 @@ def test_loss_and_gradient_equal_a_dense_float64_implementation(model, params, n
     scale = max(np.abs(g).max() for g in grads.values())
     for i, name in enumerate(grads):
         direction = rng.normal(size=flat[i].shape) / np.sqrt(flat[i].size)
-        shifted = lambda h, i=i, d=direction: structure.unflatten(flat[:i] + [flat[i] + h * d] + flat[i + 1 :])  # noqa: E731
+        shifted = lambda h, i=i, d=direction: structure.unflatten(
+            flat[:i] + [flat[i] + h * d] + flat[i + 1 :]
+        )  # noqa: E731
         slope = (value(shifted(1e-6)) - value(shifted(-1e-6))) / 2e-6
-        np.testing.assert_allclose((grads[name] * direction).sum(), slope, rtol=1e-4, atol=2e-5 * scale, err_msg=name)
+        np.testing.assert_allclose(
+            (grads[name] * direction).sum(), slope, rtol=1e-4, atol=2e-5 * scale, err_msg=name
+        )
 
 
 # --- what must not change a gradient
@@ -143,7 +153,8 @@ def test_micro_batch_scope_is_the_mean_of_the_parts(model, params, near_batch):
     loss = dataclasses.replace(EVERYTHING, aggregation=ops.Aggregation("token-mean", scope="micro-batch"))
     halves, _ = gradient(model, objective(loss=loss), params, near_batch, micro_batches=2)
     parts = [
-        gradient(model, objective(), params, near_batch.take(np.arange(i, near_batch.rows, 2)))[0] for i in range(2)
+        gradient(model, objective(), params, near_batch.take(np.arange(i, near_batch.rows, 2)))[0]
+        for i in range(2)
     ]
     assert_same(halves, {name: (parts[0][name] + parts[1][name]) / 2 for name in halves})
 
@@ -173,7 +184,10 @@ def test_packed_equals_unpacked(model, params, near_batch, mode):
     """All rows in two long rows, with a sequence-level ratio too."""
     policy = ops.PolicyLossConfig(importance_level="sequence_token", clip_low=0.05, clip_high=0.05)
     loss = dataclasses.replace(
-        EVERYTHING, policy=policy, aggregation=ops.Aggregation(mode), mismatch=ops.MismatchConfig("sequence", upper=1.1)
+        EVERYTHING,
+        policy=policy,
+        aggregation=ops.Aggregation(mode),
+        mismatch=ops.MismatchConfig("sequence", upper=1.1),
     )
     target = objective(loss=loss)
     apart, metrics = gradient(model, target, params, near_batch)
@@ -185,7 +199,10 @@ def test_packed_equals_unpacked(model, params, near_batch, mode):
 
 def pack(batch: PolicyBatch, groups: list[list[int]]) -> PolicyBatch:
     """Rows of a batch, without their padding, one after the other in each new row."""
-    lengths = [max(np.flatnonzero(batch.tokens[n] * 0 + batch.loss_mask[n]), default=4) + 1 for n in range(batch.rows)]
+    lengths = [
+        max(np.flatnonzero(batch.tokens[n] * 0 + batch.loss_mask[n]), default=4) + 1
+        for n in range(batch.rows)
+    ]
     width = max(sum(lengths[n] for n in group) for group in groups) + 2
     streams = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     made = {k: np.zeros((len(groups), width), x.dtype) for k, x in streams.items() if x is not None}

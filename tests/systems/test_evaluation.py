@@ -13,7 +13,13 @@ from tiny_systems import completion, fresh, leaves, make_grpo
 
 EVAL = dict(prompts=6, samples=4, k=(1, 2, 4), reward="exact_match", answer="whole")
 REWARDS = (dict(name="tiny_systems:low_digits"), dict(name="exact_match"))
-WARM = dict(until_accuracy=0.9, check_every=50, max_steps=200, rows=45, optimizer=dict(name="adam", learning_rate=0.02))
+WARM = dict(
+    until_accuracy=0.9,
+    check_every=50,
+    max_steps=200,
+    rows=45,
+    optimizer=dict(name="adam", learning_rate=0.02),
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,9 @@ def test_metrics_of_known_answers(system, monkeypatch):
         done = []
         for r in requests:
             right = r.prompt_id % 2 == 0 if r.params.greedy else r.sample_id < r.prompt_id
-            done.append(completion(encode(answers[r.prompt_id] if right else "=+"), "eos" if right else "length"))
+            done.append(
+                completion(encode(answers[r.prompt_id] if right else "=+"), "eos" if right else "length")
+            )
         return done
 
     monkeypatch.setattr(system.engine, "generate", generate)
@@ -58,7 +66,11 @@ def test_an_evaluation_repeats_and_changes_nothing(system):
 
 def test_greedy_only():
     system = make_grpo(eval=dict(prompts=2, samples=0), rewards=REWARDS)
-    assert set(system.evaluate(fresh(system))) == {"accuracy_greedy", "completion_length", "truncated_fraction"}
+    assert set(system.evaluate(fresh(system))) == {
+        "accuracy_greedy",
+        "completion_length",
+        "truncated_fraction",
+    }
 
 
 @pytest.fixture
@@ -85,12 +97,17 @@ def test_warm_start_reaches_its_accuracy_and_starts_with_a_fresh_optimizer(copyi
     again = leaves(system.init(jax.random.key(0)).device)
     assert all((x == again[name]).all() for name, x in leaves(state.device).items())
     cold = leaves(system.template(jax.random.key(0)).device)
-    assert {k: (v.shape, v.dtype) for k, v in cold.items()} == {k: (v.shape, v.dtype) for k, v in again.items()}
+    assert {k: (v.shape, v.dtype) for k, v in cold.items()} == {
+        k: (v.shape, v.dtype) for k, v in again.items()
+    }
     name = "train/params/embed/embedding"
     assert (cold[name] != again[name]).any()
 
 
 def test_warm_start_that_does_not_get_there_says_so():
     system = make_grpo(eval=EVAL, rewards=REWARDS, warm_start=WARM | dict(max_steps=1, until_accuracy=1.0))
-    with pytest.raises(ConfigError, match=r"ended at accuracy 0\.\d+ after 1 steps, below until_accuracy=1.0; raise warm_start.max_steps"):
+    with pytest.raises(
+        ConfigError,
+        match=r"ended at accuracy 0\.\d+ after 1 steps, below until_accuracy=1.0; raise warm_start.max_steps",
+    ):
         system.init(jax.random.key(0))

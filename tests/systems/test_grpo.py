@@ -37,7 +37,10 @@ def test_trainer_and_sampler_agree_on_every_token(plain):
     assert np.abs(np.asarray(logp) - batch.sampler_logp)[batch.loss_mask].max() < 1e-5
     _, metrics = plain.step(state)
     assert 0 < metrics["sampler_logp_difference/max"] < 1e-5
-    assert metrics["ratio"] == metrics["ratio/min"] == metrics["ratio/max"] == 1 and metrics["clip_fraction"] == 0
+    assert (
+        metrics["ratio"] == metrics["ratio/min"] == metrics["ratio/max"] == 1
+        and metrics["clip_fraction"] == 0
+    )
 
 
 def test_a_step_is_a_function_of_its_state(adaptive):
@@ -72,10 +75,14 @@ def test_samples_of_a_group_differ_and_requests_repeat(plain):
 
 def test_rollout_evaluation_and_shuffling_use_different_keys(monkeypatch):
     """The key of a rollout token must not come up again in the evaluation or in the order of rows."""
-    system = make_grpo(eval__prompts=4, eval__samples=4, eval__k=(1,), update__order="rows", update__minibatches=2)
+    system = make_grpo(
+        eval__prompts=4, eval__samples=4, eval__k=(1,), update__order="rows", update__minibatches=2
+    )
     state = system.init(jax.random.key(0))
     seen = []
-    monkeypatch.setattr(system.engine, "generate", lambda params, requests, key, *rest: seen.append(key) or 1 / 0)
+    monkeypatch.setattr(
+        system.engine, "generate", lambda params, requests, key, *rest: seen.append(key) or 1 / 0
+    )
     for call in (lambda: system._rollout(state.device["train"], 0), lambda: system.evaluate(state)):
         with pytest.raises(ZeroDivisionError):
             call()
@@ -112,14 +119,25 @@ def test_pad_and_eos_ids_inside_a_completion_are_trained_on(plain):
     np.testing.assert_array_equal(batch.loss_mask[0], [0, 0, 1, 1, 1, 0, 0, 0])
     np.testing.assert_array_equal(batch.loss_mask[2], [0, 1, 1, 1, 1, 0, 0, 0])
     expected = np.repeat([[2**-0.5], [-(2**-0.5)]], 2, axis=1).T.reshape(-1)
-    np.testing.assert_allclose(batch.advantages.max(axis=1) + batch.advantages.min(axis=1), [expected[0], expected[1], expected[1], expected[0]], rtol=1e-5)  # noqa: E501
+    np.testing.assert_allclose(
+        batch.advantages.max(axis=1) + batch.advantages.min(axis=1),
+        [expected[0], expected[1], expected[1], expected[0]],
+        rtol=1e-5,
+    )  # noqa: E501
     assert (batch.advantages[~batch.loss_mask] == 0).all()
-    assert batch.tokens.shape == (4, 4 + plain.config.rollout.max_tokens)  # the longest prompt of the data has 4
+    assert batch.tokens.shape == (
+        4,
+        4 + plain.config.rollout.max_tokens,
+    )  # the longest prompt of the data has 4
 
 
 def test_masking_of_truncated_rows_reads_the_flag():
     system = make_grpo(rollout__mask_truncated=True)
-    full = [completion([2, 3, 4, EOS], "eos"), completion([2, 3, EOS, EOS], "length"), completion([2], "stop")]
+    full = [
+        completion([2, 3, 4, EOS], "eos"),
+        completion([2, 3, EOS, EOS], "length"),
+        completion([2], "stop"),
+    ]
     batch = system._batch(scored([[5]] * 3, full, [1.0, 0.0, 0.5], group_size=3))
     np.testing.assert_array_equal(batch.loss_mask.sum(axis=1), [4, 0, 1])
     # The truncated row stays in the baseline of its group.
@@ -146,7 +164,9 @@ def test_equal_or_missing_rewards_leave_the_parameters_alone(plain, monkeypatch,
     assert all((before[name] == after[name]).all() for name in before)
     assert metrics["grad_norm"] == 0 and metrics["loss"] == 0
     if np.isnan(value):
-        assert metrics["unscorable_rows"] == 16 and metrics["loss_tokens"] == 0 and np.isnan(metrics["reward"])
+        assert (
+            metrics["unscorable_rows"] == 16 and metrics["loss_tokens"] == 0 and np.isnan(metrics["reward"])
+        )
     else:
         assert metrics["frac_reward_zero_std"] == 1 and metrics["loss_tokens"] == metrics["tokens"]
 
@@ -183,7 +203,11 @@ def test_shifting_and_scaling_rewards_changes_nothing(plain, monkeypatch):
 
 def test_completions_of_one_token():
     system = make_grpo(
-        rollout__max_tokens=1, update__minibatches=2, update__epochs=2, update__order="rows", update__micro_batches=4
+        rollout__max_tokens=1,
+        update__minibatches=2,
+        update__epochs=2,
+        update__order="rows",
+        update__micro_batches=4,
     )
     state, metrics = system.step(fresh(system))
     assert metrics["completion_length"] == metrics["completion_length/max"] == 1 and metrics["tokens"] == 16
@@ -267,7 +291,9 @@ FLAT, SPREAD = [1.0] * 4, [0.0, 1.0, 1.0, 1.0]
 
 
 def test_dynamic_sampling_fills_the_batch_with_informative_groups(dynamic, monkeypatch):
-    monkeypatch.setattr(dynamic, "rewards", FixedRewards(FLAT + SPREAD + FLAT + FLAT, SPREAD + SPREAD + FLAT + SPREAD))
+    monkeypatch.setattr(
+        dynamic, "rewards", FixedRewards(FLAT + SPREAD + FLAT + FLAT, SPREAD + SPREAD + FLAT + SPREAD)
+    )
     rows, metrics, position = dynamic._rollout(fresh(dynamic).device["train"], 8)
     assert list(dict.fromkeys(rows.group_ids)) == [9, 12, 13, 15] and position == 16
     assert len(rows.rewards) == 16 and ops.zero_std_fraction(rows.rewards, rows.group_ids) == 0
@@ -275,7 +301,9 @@ def test_dynamic_sampling_fills_the_batch_with_informative_groups(dynamic, monke
     assert all(stream[g] == p.id for g, p in zip(rows.group_ids, rows.prompts))
     assert metrics["dynamic_sampling/batches"] == 2 and metrics["dynamic_sampling/flat_groups"] == 0
     # Rollout statistics are of all that was sampled.
-    assert metrics["reward"] == pytest.approx((15 + 13) / 32) and metrics["frac_reward_zero_std"] == pytest.approx(0.5)
+    assert metrics["reward"] == pytest.approx((15 + 13) / 32) and metrics[
+        "frac_reward_zero_std"
+    ] == pytest.approx(0.5)
     assert 32 <= metrics["tokens"] <= 32 * 4
 
 
@@ -293,7 +321,9 @@ def test_dynamic_sampling_gives_up_with_flat_groups(dynamic, monkeypatch):
     state, metrics = dynamic.step(state)
     assert metrics["dynamic_sampling/batches"] == 3 and metrics["dynamic_sampling/flat_groups"] == 3
     assert metrics["unscorable_rows"] == 4 and state.host["position"] == 12
-    assert metrics["grad_norm"] > 0 and any((before[k] != v).any() for k, v in leaves(state.device["train"].params).items())
+    assert metrics["grad_norm"] > 0 and any(
+        (before[k] != v).any() for k, v in leaves(state.device["train"].params).items()
+    )
 
 
 # --- it learns

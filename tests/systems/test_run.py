@@ -62,7 +62,9 @@ def poison(system, monkeypatch, at):
         made = original(scored)
         calls.append(1)
         bad = len(calls) > at
-        return made.replace(advantages=np.where(made.loss_mask, np.inf, 0).astype(np.float32)) if bad else made
+        return (
+            made.replace(advantages=np.where(made.loss_mask, np.inf, 0).astype(np.float32)) if bad else made
+        )
 
     monkeypatch.setattr(system, "_batch", batch)
 
@@ -70,7 +72,9 @@ def poison(system, monkeypatch, at):
 def test_a_loss_that_is_not_finite_stops_before_the_step(tmp_path, monkeypatch, caplog):
     system = make_grpo(optimizer=dict(name="adam", learning_rate=0.01))
     config = RunConfig(total_steps=4, checkpoint_every=0, **QUIET)
-    good = leaves(loop.run(system, RunConfig(total_steps=2, checkpoint_every=0, **QUIET), tmp_path / "good").device)
+    good = leaves(
+        loop.run(system, RunConfig(total_steps=2, checkpoint_every=0, **QUIET), tmp_path / "good").device
+    )
     with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, logger="jaxrl"):
         poison(system, patch, at=2)
         message = r"position 8: the loss \((nan|-?inf)\) is not finite; the optimizer step was not taken.*learning rate"
@@ -93,10 +97,20 @@ def test_a_bad_gradient_under_a_finite_loss_names_the_parameters():
     optimizer = make_optimizer(OptimizerConfig(name="adam", learning_rate=0.1))
     state = TrainState.create(params, optimizer, jax.random.key(0))
     grads = {"a": jnp.ones(2), "b": {"kernel": jnp.array([[0.0, 1.0], [jnp.nan, 1.0]])}}
-    new, metrics = jax.jit(functools.partial(apply_gradients, optimizer))(state, grads, {"loss": jnp.float32(1.0)})
+    new, metrics = jax.jit(functools.partial(apply_gradients, optimizer))(
+        state, grads, {"loss": jnp.float32(1.0)}
+    )
     for name, x in leaves(state).items():
         np.testing.assert_array_equal(leaves(new)[name], x, err_msg=name)
-    with pytest.raises(NonFiniteError, match="row 3: the gradient of b/kernel is not finite; .* the state is intact"):
+    with pytest.raises(
+        NonFiniteError, match="row 3: the gradient of b/kernel is not finite; .* the state is intact"
+    ):
         check_finite(metrics, new.params, "row 3")
-    good, metrics = apply_gradients(optimizer, state, jax.tree.map(jnp.ones_like, params), {"loss": jnp.float32(1.0)})
-    assert int(good.step) == 1 and set(check_finite(metrics, good.params)) == {"loss", "grad_norm", "update_norm"}
+    good, metrics = apply_gradients(
+        optimizer, state, jax.tree.map(jnp.ones_like, params), {"loss": jnp.float32(1.0)}
+    )
+    assert int(good.step) == 1 and set(check_finite(metrics, good.params)) == {
+        "loss",
+        "grad_norm",
+        "update_norm",
+    }

@@ -55,11 +55,16 @@ def test_a_step_descends_the_cross_entropy_of_its_rows(system):
 
     value, grads = jax.value_and_grad(loss)(before)
     state, metrics = system.step(state)
-    assert metrics["loss"] == pytest.approx(float(value), rel=1e-5) and metrics["tokens"] == batch.loss_mask.sum()
+    assert (
+        metrics["loss"] == pytest.approx(float(value), rel=1e-5)
+        and metrics["tokens"] == batch.loss_mask.sum()
+    )
     assert state.host == {"position": 4} and int(state.device.step) == 1
     for name, x in leaves(state.device.params).items():
         step = -0.5 * leaves(grads)[name]
-        np.testing.assert_allclose(x - leaves(before)[name], step, atol=1e-5 * max(np.abs(step).max(), 1e-2), err_msg=name)
+        np.testing.assert_allclose(
+            x - leaves(before)[name], step, atol=1e-5 * max(np.abs(step).max(), 1e-2), err_msg=name
+        )
 
 
 def test_no_token_is_predicted_from_another_sequence(system):
@@ -104,7 +109,8 @@ class Template:
 
 def test_without_a_template_only_the_answer_is_trained():
     (ids, mask), (bare, _) = (
-        sft.tokenize(Template(), [PromptExample("a", "1+1=", "2")], PromptFormat(), append_eos=eos)[0] for eos in (True, False)
+        sft.tokenize(Template(), [PromptExample("a", "1+1=", "2")], PromptFormat(), append_eos=eos)[0]
+        for eos in (True, False)
     )
     assert ids == [*map(ord, "1+1=2"), 1] and mask == [0, 0, 0, 0, 1, 1]
     assert bare == ids[:-1]
