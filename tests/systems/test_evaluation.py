@@ -52,8 +52,10 @@ def test_metrics_of_known_answers(system, monkeypatch):
     assert found["truncated_fraction"] == pytest.approx((24 - correct.sum() + 3) / 30)
     samples = system.samples(None)
     assert len(samples) == 12 and {s["decoding"] for s in samples} == {"greedy", "sampled"}
-    assert samples[0]["correct"] is True and samples[0]["completion"] == answers[0] == samples[0]["answer"]
-    assert samples[0]["rewards"]["exact_match"] == 1.0
+    assert [s["decoding"] for s in samples] == ["sampled"] * 6 + ["greedy"] * 6
+    first = samples[6]
+    assert first["correct"] is True and first["completion"] == answers[0] == first["answer"]
+    assert first["rewards"]["exact_match"] == 1.0 and samples[7]["correct"] is False
 
 
 def test_an_evaluation_repeats_and_changes_nothing(system):
