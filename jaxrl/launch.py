@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv if argv is None else argv)
     debug = any(a in ("--debug", "--debug=true", "-debug") for a in argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s" if not debug else "%(name)s: %(message)s")
+    # force: imported libraries have put handlers of their own on the root logger.
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s" if debug else "%(message)s", force=True)
     for name in ("absl", "orbax", "jax", "asyncio"):  # their tracebacks repeat what our message says
         logging.getLogger(name).setLevel(logging.WARNING if debug else logging.CRITICAL)
     try:

@@ -74,13 +74,14 @@ def load_pretrained(
 
 
 def open_model(
-    source: ModelSource | str, sharding: Sharding | None = None
+    source: ModelSource | str, sharding: Sharding | None = None, tokenizer: Any = None
 ) -> tuple[LanguageModel, Any, Callable[[jax.Array], Params]]:
     """A model and its tokenizer, without reading weights.
 
     Args:
       source: what to open; a string is short for ``ModelSource(source=...)``.
       sharding: mesh and rules; parameters are created or read directly on their shards.
+      tokenizer: used instead of the one in the files, which need not have any.
 
     Returns:
       model, tokenizer (None for a fresh start without ``tokenizer``), and ``load(key) -> params`` with a
@@ -106,8 +107,9 @@ def open_model(
     else:
         base = source.architecture or PRESETS[source.preset or ""]
     model = LanguageModel(base.replace(**source.changes()), sharding)
-    where = own if source.tokenizer is None else resolve(source.tokenizer)
-    tokenizer = None if where is None else load_tokenizer(where)
+    if tokenizer is None:
+        where = own if source.tokenizer is None else resolve(source.tokenizer)
+        tokenizer = None if where is None else load_tokenizer(where)
     if tokenizer is not None:  # before the weights: a mismatch should not take minutes to show
         check_tokenizer(model.config, tokenizer)
     load = model.init if weights is None else lambda key: assemble(model, weights, key)

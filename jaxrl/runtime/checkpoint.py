@@ -212,7 +212,8 @@ def load_arrays(
       prefix: tree path of the branch, for example ``"params"`` or ``"frozen"``.
 
     Returns:
-      Nested dict of arrays on the default device, keyed by the path components after ``prefix``.
+      Nested dict of arrays on the default device, keyed by the path components after ``prefix``; typed keys are
+      left out.
 
     Raises:
       CheckpointError: there is no such checkpoint or no such branch.
@@ -228,7 +229,8 @@ def load_arrays(
             raise CheckpointError(f"{folder} has no checkpoint of step {step}; it has {steps or 'none'}")
         step = steps[-1] if step is None else step
         leaves = store.read_json(step)["leaves"]
-        chosen = [path for path in leaves if path.startswith(prefix + "/")]
+        is_key = {path: leaf["dtype"].startswith("key<") for path, leaf in leaves.items()}
+        chosen = [path for path in leaves if path.startswith(prefix + "/") and not is_key[path]]
         if not chosen:
             raise CheckpointError(
                 f"checkpoint {step} has no {prefix!r}; {suggest(prefix, {p.split('/')[0] for p in leaves})}"

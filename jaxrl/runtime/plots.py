@@ -97,7 +97,7 @@ def seed_band(
             axis.fill_between(steps, mean - spread, mean + spread, color=f"C{index}", alpha=0.2, linewidth=0)
     axis.set_xlabel("step")
     axis.set_ylabel(name)
-    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves, never on them
+    figure.legend(frameon=False, loc="outside lower center", ncols=min(len(runs), 2))  # never on the curves
     return _save(figure, path)
 
 
@@ -144,5 +144,5 @@ def _save(figure: Any, path: str | os.PathLike[str]) -> pathlib.Path:
     for axis in figure.axes:
         if not axis.has_data():
             axis.remove()
-    figure.savefig(path, dpi=130, bbox_inches="tight")
+    figure.savefig(path, dpi=130)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import pathlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,11 +19,12 @@ from jaxrl.data.pipeline import encode_prompts
 from jaxrl.data.prompts import PromptExample
 from jaxrl.errors import ConfigError
 from jaxrl.models.decoder import LanguageModel, Params
+from jaxrl.models.hf import save_hf
 from jaxrl.models.load import ModelSource, open_model
 from jaxrl.models.lora import trainable_predicate
 from jaxrl.models.tokenizer import check_tokenizer
 from jaxrl.parallel.sharding import Sharding
-from jaxrl.parallel.trees import partition
+from jaxrl.parallel.trees import combine, partition
 from jaxrl.runtime import compilation
 from jaxrl.runtime.config import field
 from jaxrl.runtime.optimizer import OptimizerConfig, make_optimizer
@@ -80,11 +82,6 @@ class Setup:
     optimizer: optax.GradientTransformation
     sharding: Sharding | None
 
-    @property
-    def can_export(self) -> bool:
-        """Whether the tokenizer can be written beside exported weights."""
-        return hasattr(self.tokenizer, "save_pretrained")
-
     def init(self, key: jax.Array) -> TrainState:
         """Fresh train state: parameters split into trainable and frozen, optimizer state on the same shards."""
         load_key, run_key = jax.random.split(key)
@@ -115,6 +112,15 @@ class Setup:
         """``(state, batch, ...) -> (state, metrics)`` compiled: state donated, and returned on the shards it came on."""
         options = {} if self.sharding is None else {"out_shardings": (self.state_shardings(), self.sharding.replicate())}
         return compilation.jit(step, name="train_step", donate_argnums=0, **options)
+
+    def export(self, state: TrainState, run_dir: str | pathlib.Path) -> None:
+        """Write the model, adapters merged, as a Hugging Face directory ``run_dir/export``.
+
+        A tokenizer of this library's own (characters) has no Hugging Face form: only the weights are written.
+        """
+        tokenizer = self.tokenizer if hasattr(self.tokenizer, "save_pretrained") else None
+        params = combine(state.params, state.frozen)
+        save_hf(pathlib.Path(run_dir) / "export", self.model, params, tokenizer, overwrite=True)
 
     def describe(self) -> dict[str, Any]:
         """Parameter counts and the memory that parameters, gradients and optimizer state take; allocates nothing."""
@@ -152,8 +158,7 @@ def setup(
     if source.tokenizer is not None and source.tokenizer.startswith(CHARACTERS):
         tokenizer = CharTokenizer(source.tokenizer.removeprefix(CHARACTERS))
         source = dataclasses.replace(source, tokenizer=None)
-    model, own_tokenizer, load = open_model(source, sharding)
-    tokenizer = tokenizer or own_tokenizer
+    model, tokenizer, load = open_model(source, sharding, tokenizer)
     if tokenizer is None:
         raise ConfigError(
             "the model has no tokenizer; set model.tokenizer to a directory, or to 'chars:' followed by an alphabet"

@@ -27,7 +27,6 @@ from jaxrl.data.prompts import PromptExample
 from jaxrl.data.source import PromptSource, load_prompts
 from jaxrl.errors import ConfigError, NonFiniteError
 from jaxrl.models.decoder import LanguageModel, Params
-from jaxrl.models.hf import save_hf
 from jaxrl.models.load import ModelSource
 from jaxrl.models.lora import merge_lora
 from jaxrl.objectives import Objective, PolicyBatch, policy_batch, policy_gradient, score
@@ -319,9 +318,8 @@ class Grpo:
         return self.evaluator.samples
 
     def finish(self, state: RunState, run_dir: str | pathlib.Path) -> None:
-        if self.config.export and self.parts.can_export:
-            train: TrainState = state.device["train"]
-            save_hf(pathlib.Path(run_dir) / "export", self.model, combine(train.params, train.frozen), self.tokenizer)
+        if self.config.export:
+            self.parts.export(state.device["train"], run_dir)
         self.rewards.close()
 
     def describe(self) -> dict[str, Any]:

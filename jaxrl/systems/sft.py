@@ -24,12 +24,10 @@ from jaxrl.data.prompts import PromptExample
 from jaxrl.data.source import PromptSource, load_prompts
 from jaxrl.errors import ConfigError, DataError, NonFiniteError
 from jaxrl.models.decoder import LanguageModel
-from jaxrl.models.hf import save_hf
 from jaxrl.models.load import ModelSource
 from jaxrl.objectives import Objective, PolicyBatch, policy_gradient, score
 from jaxrl.ops.loss import LossConfig
 from jaxrl.ops.policy_loss import PolicyLossConfig
-from jaxrl.parallel.trees import combine
 from jaxrl.runtime import compilation
 from jaxrl.runtime.config import field
 from jaxrl.runtime.optimizer import OptimizerConfig, make_schedule
@@ -179,9 +177,8 @@ class Sft:
         return {"loss": total / number, "perplexity": float(np.exp(min(total / number, 700.0)))}
 
     def finish(self, state: RunState, run_dir: str | pathlib.Path) -> None:
-        if self.config.export and self.parts.can_export:
-            train: TrainState = state.device
-            save_hf(pathlib.Path(run_dir) / "export", self.model, combine(train.params, train.frozen), self.tokenizer)
+        if self.config.export:
+            self.parts.export(state.device, run_dir)
 
     def describe(self) -> dict[str, Any]:
         return self.parts.describe() | {"packed rows": len(self.rows.tokens), "row fill": f"{self.rows.fill:.0%}"}

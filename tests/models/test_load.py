@@ -5,10 +5,11 @@ from __future__ import annotations
 import jax
 import pytest
 
+from jaxrl.data.char_tokenizer import CharTokenizer
 from jaxrl.errors import ConfigError, ModelLoadError
 from jaxrl.models import LoraConfig
 from jaxrl.models.hf import save_hf
-from jaxrl.models.load import ModelSource, load_pretrained, resolve
+from jaxrl.models.load import ModelSource, load_pretrained, open_model, resolve
 from jaxrl.models.tokenizer import load_tokenizer
 from jaxrl.parallel import MeshConfig, Sharding, make_mesh
 from jaxrl.runtime.config import from_config_dict
@@ -102,3 +103,16 @@ def test_resolve_names_what_is_missing(tmp_path):
     (tmp_path / "x.safetensors").write_bytes(b"")
     with pytest.raises(ModelLoadError, match="not a .gguf"):
         resolve(str(tmp_path / "x.safetensors"))
+
+
+
+def test_a_given_tokenizer_replaces_a_missing_one(tmp_path):
+    """A directory without tokenizer files opens with a tokenizer of the caller's, and not without one."""
+    model, params = start(TINY)
+    save_hf(tmp_path / "m", model, params, dtype="float32")
+    tokenizer = CharTokenizer("0123456789")
+    opened, given, load = open_model(str(tmp_path / "m"), tokenizer=tokenizer)
+    assert given is tokenizer and opened.config == model.config
+    assert_trees_equal(load(KEY), params)
+    with pytest.raises(ModelLoadError, match="tokenizer"):
+        open_model(str(tmp_path / "m"))

@@ -64,11 +64,11 @@ def test_whole_run_overrides_and_resume(config, tmp_path):
     assert "| optimizer.learning_rate | `0.01` |" in (folder / "report.md").read_text()
 
 
-def test_resume_with_other_settings_says_so(config, tmp_path, caplog):
+def test_resume_with_other_settings_says_so(config, tmp_path, capsys):
     assert run(f"--config={config}", f"--run_dir={tmp_path / 'run'}") == 0
-    caplog.clear()
+    capsys.readouterr()
     assert run(f"--config={config}:long", f"--run_dir={tmp_path / 'run'}", "--config.noise=0.5") == 0
-    assert "resuming with another noise: 0.5, was 0.1" in caplog.text
+    assert "resuming with another noise: 0.5, was 0.1" in capsys.readouterr().err
 
 
 def test_optional_settings_have_typed_flags(config):
