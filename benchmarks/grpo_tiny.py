@@ -321,10 +321,11 @@ def markdown(results: Results, claims: Sequence[Claim], command: str, judged: bo
         ratios = ", ".join(f"{max(one.column('largest_ratio')):.1f}" for one in runs)
         lines.append(f"| {name} | {shares} | {ratios} |")
     lines += ["", "## Length bias", ""]
+    count = len(next(iter(results.lengths.values())))
     lines += [
-        f"Mean length of wrong and right answers at the end over {len(next(iter(results.lengths.values())))} seeds; both start",
-        f"at 4.50. With a standard deviation (sd) near 0.04 over seeds, most draws of {LENGTH_FEW} seeds hold one that is off by more",
-        f"than {LENGTH_TOLERANCE} although the aggregation is right: there the rows on single seeds fail, and the mean is the test.",
+        f"Mean length of wrong and right answers at the end over {count} seeds; both start at 4.50. With a standard deviation",
+        f"(sd) near 0.04, most draws of {LENGTH_FEW} seeds hold one that is off by more than {LENGTH_TOLERANCE} although the",
+        "aggregation is right: there the rows on single seeds fail, and the mean is the test.",
         "",
         f"| aggregation | wrong: mean, sd (min..max) | right: mean, sd (min..max) | seeds off by > {LENGTH_TOLERANCE} |",
         "|---|---|---|---|",
