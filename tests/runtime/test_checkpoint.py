@@ -249,3 +249,14 @@ def test_checksum_sees_one_bit_and_ignores_the_sharding(dtype):
     assert not np.array_equal(swapped, values)
     for other in (flipped, swapped):
         assert checksums({"x": jnp.asarray(other, dtype)}) != whole
+
+
+def test_load_arrays_leaves_typed_keys_out(tmp_path):
+    """A branch that holds a key, as the train state of a system does, can be read all the same."""
+    state = make_state()
+    checkpointer = Checkpointer(tmp_path, asynchronous=False)
+    checkpointer.save(RunState({"train": state.device}, {}), 1)
+    checkpointer.close()
+    train = load_arrays(tmp_path, prefix="train")
+    assert "key" not in train and int(train["step"]) == 7
+    np.testing.assert_array_equal(train["params"]["flags"], state.device.params["flags"])
