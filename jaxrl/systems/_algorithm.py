@@ -31,7 +31,9 @@ class AlgorithmConfig:
     aggregation: str | None = field(None, "normaliser of the loss, a mode of ops.Aggregation")
     kl_coef: float | None = field(None, "weight of the KL to the initial policy")
     kl_estimator: str | None = field(None, "a name of ops.KL_ESTIMATORS")
-    kl_target: float | None = field(None, "adapt kl_coef towards this KL, the mean over all trained tokens (needs kl_coef as the start)")
+    kl_target: float | None = field(
+        None, "adapt kl_coef towards this KL, the mean over all trained tokens (needs kl_coef as the start)"
+    )
     kl_horizon: float = field(10000.0, "rows over which the adaptive kl_coef may change by 20 %")
     entropy_coef: float | None = field(None, "weight of the entropy bonus")
     ratio_against: str | None = field(None, "old (trainer's log-probabilities) or sampler (bypass)")
