@@ -6,9 +6,12 @@ tests (or processes) build anew is compiled once per session, into a cache that 
 
 import atexit
 import importlib.metadata
+import logging
 import os
 import shutil
 import tempfile
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -26,3 +29,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+@pytest.fixture(autouse=True)
+def root_logging():
+    """The launcher sets up the root logger; its handler must not outlive the captured stream of its test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)

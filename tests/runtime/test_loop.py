@@ -92,7 +92,15 @@ def test_signal_saves_the_step_and_resume_is_exact(tmp_path, event):
     assert rows_of(tmp_path / "parts") == rows_of(tmp_path / "whole")
 
 
-def test_second_signal_stops_at_once(tmp_path):
+@pytest.fixture
+def default_interrupt():
+    """Ctrl-C as in a terminal: a background job of a shell starts with SIGINT ignored."""
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, old)
+
+
+def test_second_signal_stops_at_once(tmp_path, default_interrupt):
     toy = Toy()
 
     def hook(position):
